@@ -10,15 +10,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import (
-    AddedToken,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 WORDS = ["the quick brown fox", "he said: there are 42 heads", "  the end\n", "fox heads the"] * 5
 SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
@@ -32,20 +24,17 @@ TEMPLATE = (
 )
 
 
-def write_sentencepiece(path: Path, vocab_size: int = 330) -> None:
+def write_sentencepiece(path: Path) -> None:
     """A Llama 2-like model: byte fallback, and a space put in front of the text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(WORDS),
         model_writer=model,
         model_type="bpe",
-        vocab_size=vocab_size,
+        vocab_size=330,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
         control_symbols=["<|eot|>"],
         minloglevel=2,
     )
@@ -57,26 +46,14 @@ def llama2_json() -> tokenizers.Tokenizer:
     byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
     pieces = [*CONTROLS, *byte_pieces, *"▁abcdefghinorstuwx:", *(a + b for a, b in merges)]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    model = models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    marks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(marks)
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in CONTROLS])
     tokenizer.post_processor = BEGIN
     return tokenizer
@@ -108,15 +85,12 @@ def byte_level(
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
     tokenizer.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=CONTROLS, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    tokenizer.normalizer, tokenizer.post_processor = normalizer, post_processor
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=420, special_tokens=CONTROLS, show_progress=False, initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator([*WORDS, *HARD] * 3, trainer)
-    if post_processor is not None:
-        tokenizer.post_processor = post_processor
     return tokenizer
 
 
@@ -182,22 +156,16 @@ TEKKEN = (  # which tells capitals from small letters
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+OFFSETS = processors.ByteLevel(trim_offsets=False)
+LLAMA3_END = processors.Sequence([OFFSETS, BEGIN])
+LLAMA3 = split(QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"))
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
 MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "Llama 2": llama2_json,
-    "Llama 3": lambda: taking_whole_tokens(
-        byte_level(
-            *split(QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")),
-            post_processor=processors.Sequence([processors.ByteLevel(trim_offsets=False), BEGIN]),
-        )
-    ),
-    "SmolLM2": lambda: byte_level(
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ),
+    "Llama 3": lambda: taking_whole_tokens(byte_level(*LLAMA3, post_processor=LLAMA3_END)),
+    "SmolLM2": lambda: byte_level(DIGITS, pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "Qwen 2.5 and 3": lambda: byte_level(
-        *split(QWEN),
-        normalizer=normalizers.NFC(),
-        post_processor=processors.ByteLevel(trim_offsets=False),
+        *split(QWEN), normalizer=normalizers.NFC(), post_processor=OFFSETS
     ),
     "Mistral 7B v0.3": mistral_json,
     "Mistral since Nemo": lambda: taking_whole_tokens(

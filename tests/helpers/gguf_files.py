@@ -35,8 +35,8 @@ def tensors_of(model: Llama) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(kind, model.config.num_layers)
     for group in groups(model.config):
         for name, spec in group.specs(model.config).items():
-            values = np.asarray(model.parameters()[name], np.float32)
-            part = values if group.layer is None else values[group.layer]
+            part = np.asarray(model.parameters()[name], np.float32)
+            part = part if group.layer is None else part[group.layer]
             shape = tensor_shape(name, spec)
             part = part.reshape(*reversed(shape)).T if is_transposed(name, spec) else part
             part = part.reshape(shape)
@@ -47,6 +47,12 @@ def tensors_of(model: Llama) -> dict[str, np.ndarray]:
                 part = halves.swapaxes(1, 2).reshape(shape)
             found[names.get_name(tensor_name(group, name), (".weight", ".bias"))] = part
     return found
+
+
+def ends(writer: gguf.GGUFWriter) -> None:
+    """Where a text begins and ends, in every file here."""
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def write(
@@ -71,11 +77,7 @@ def write(
     writer.add_key_length(config.head_size)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
-    if tokenizer is None:
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-    else:
-        tokenizer(writer)
+    (tokenizer or ends)(writer)
     stored = GGMLQuantizationType[kind]
     for name, tensor in tensors.items():
         if tensor.ndim == 1 or kind == "F32":
@@ -95,10 +97,9 @@ def quantised(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         return gguf.quantize(tensor, kind)
     except NotImplementedError:
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        random = np.random.default_rng(3)
-        # Bytes below 60 are finite whatever number of two bytes they are a part of.
         shape = (tensor.shape[0], tensor.shape[1] // block * size)
-        return random.integers(0, 60, shape, dtype=np.uint8)
+        # Bytes below 60 are finite whatever number of two bytes they are a part of.
+        return np.random.default_rng(3).integers(0, 60, shape, dtype=np.uint8)
 
 
 def write_sized(
@@ -106,10 +107,8 @@ def write_sized(
 ) -> Path:
     """A file with this tokenizer, whose embeddings are as many as its tokens."""
     config = LlamaConfig(**{**vars(CONFIG), "vocab_size": vocab_size})
-    sized = tensors | {
-        name: np.resize(tensors[name], (vocab_size, config.embed_size))
-        for name in ("token_embd.weight", "output.weight")
-    }
+    shape, names = (vocab_size, config.embed_size), ("token_embd.weight", "output.weight")
+    sized = tensors | {name: np.resize(tensors[name], shape) for name in names}
     return write(path, sized, config=config, tokenizer=tokenizer)
 
 
@@ -125,8 +124,7 @@ def byte_level_writer(
     """What puts a byte-level tokenizer into a file, cut as `pre` says."""
 
     def put(writer: gguf.GGUFWriter) -> None:
-        vocabulary = made.get_vocab()
-        names = sorted(vocabulary, key=vocabulary.__getitem__)
+        names = [made.id_to_token(index) for index in range(made.get_vocab_size())]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         kinds = [3 if name in CONTROLS else 1 for name in names]
@@ -135,8 +133,7 @@ def byte_level_writer(
         writer.add_token_types([*kinds, *[5] * padding])
         merges = json.loads(made.to_str())["model"]["merges"]
         writer.add_token_merges([" ".join(pair) for pair in merges])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
+        ends(writer)
         writer.add_eot_token_id(3)
         if adds_bos is not None:
             writer.add_add_bos_token(adds_bos)
@@ -149,19 +146,15 @@ def sentence_piece_writer(folder: Path) -> tuple[int, Put]:
     """A SentencePiece model, written into the folder, and what puts it into a GGUF file."""
     write_sentencepiece(folder / "tokenizer.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    count = pieces.get_piece_size()
+    ids = range(pieces.get_piece_size())
 
     def put(writer: gguf.GGUFWriter) -> None:
-        kinds = [
-            2 if pieces.is_unknown(one) else 3 if pieces.is_control(one)
-            else 6 if pieces.is_byte(one) else 1
-            for one in range(count)
-        ]  # fmt: skip
+        others = {2: pieces.is_unknown, 3: pieces.is_control, 6: pieces.is_byte}
+        kinds = [next((kind for kind in others if others[kind](one)), 1) for one in ids]
         writer.add_tokenizer_model("llama")
-        writer.add_token_list([pieces.id_to_piece(one) for one in range(count)])
-        writer.add_token_scores([pieces.get_score(one) for one in range(count)])
+        writer.add_token_list([pieces.id_to_piece(one) for one in ids])
+        writer.add_token_scores([pieces.get_score(one) for one in ids])
         writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
+        ends(writer)
 
-    return count, put
+    return len(ids), put

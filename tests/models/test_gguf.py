@@ -7,34 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import gguf_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from gguf_files import (
-    CONFIG,
-    Put,
-    byte_level_writer,
-    quantised,
-    sentence_piece_writer,
-    tensors_of,
-    write,
-    write_sized,
-)
+from gguf_files import CONFIG, Put, byte_level_writer, sentence_piece_writer, tensors_of, write
 from golden import GOLDEN, assert_same, layout_on
 from refusals import assert_refused
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
-from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints import load
 from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
 from fly_jax.models.checkpoints.write import convert
 from fly_jax.models.llama import Llama
-from fly_jax.models.rope_scaling import RopeScaling
+from fly_jax.models.presets import PRESETS
 from fly_jax.models.tokenizer import load_tokenizer
 
 Tensors = dict[str, np.ndarray]
@@ -56,7 +46,7 @@ def tensors(model: Llama) -> Tensors:
 @pytest.fixture
 def sized(tmp_path: Path, tensors: Tensors) -> Sized:
     """Writes a file with a tokenizer, and embeddings for so many tokens."""
-    return lambda size, put: write_sized(tmp_path / "model.gguf", tensors, size, put)
+    return lambda size, put: gguf_files.write_sized(tmp_path / "model.gguf", tensors, size, put)
 
 
 @pytest.mark.parametrize("mesh", [None, "2x2"])
@@ -72,15 +62,16 @@ def test_every_type_is_read(tmp_path: Path, tensors: Tensors, kind: str) -> None
     path = write(tmp_path / "model.gguf", tensors, kind)
     stored = GGMLQuantizationType[kind]
     # What the library's blocks say, taken through a file that holds it in float32.
-    plain = {
-        name: tensor if tensor.ndim == 1 else gguf.dequantize(quantised(tensor, stored), stored)
-        for name, tensor in tensors.items()
-    }
+    blocks = {k: gguf_files.quantised(v, stored) for k, v in tensors.items() if v.ndim == 2}
+    plain = tensors | {name: gguf.dequantize(value, stored) for name, value in blocks.items()}
     expected = load_llama(write(tmp_path / "plain.gguf", plain))
     assert_same(load_llama(path), expected)
     if kind == "Q8_0":
         widened, up = (some["blk.0.ffn_up.weight"] for some in (plain, tensors))
         np.testing.assert_allclose(widened, up, atol=np.abs(up).max() / 127)
+        again = load_llama(path, int8=True)
+        assert again.int8
+        assert again.parameters()["gate"].dtype == jnp.int8
 
 
 @pytest.mark.parametrize("endianess", gguf.GGUFEndian)
@@ -107,28 +98,16 @@ def test_the_header_is_what_the_library_reads(
         np.testing.assert_array_equal(found.rows(one.name, slice(None)), one.data)
 
 
-def test_it_is_quantised_as_it_loads(tmp_path: Path, tensors: Tensors) -> None:
-    found = load_llama(write(tmp_path / "model.gguf", tensors, "Q8_0"), int8=True)
-    assert found.int8
-    assert found.parameters()["gate"].dtype == jnp.int8
-
-
-def test_llama_3_1_states_its_frequencies_as_factors(tmp_path: Path, tensors: Tensors) -> None:
-    scaling = RopeScaling(
-        factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192
-    )
-    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": scaling})
-    factors = inverse_frequencies(CONFIG) / inverse_frequencies(scaled)
-    with_factors = tensors | {"rope_freqs.weight": factors.astype(np.float32)}
-    assert open_weights(write(tmp_path / "model.gguf", with_factors)).config == scaled
-    other = tensors | {"rope_freqs.weight": factors.astype(np.float32) ** 2}
-    with pytest.raises(FlyJaxError, match=r"other factors than Llama 3\.1 and 3\.2"):
-        open_weights(write(tmp_path / "other.gguf", other))
-
-
-def test_the_output_may_be_the_embedding(tmp_path: Path, tensors: Tensors) -> None:
+def test_what_tensors_say_of_the_configuration(tmp_path: Path, tensors: Tensors) -> None:
+    """Llama 3.1 states its frequencies as factors, and the output may be the embedding."""
+    scaled = dataclasses.replace(CONFIG, rope_scaling=PRESETS["llama-3.2-1b"].rope_scaling)
+    factors = (inverse_frequencies(CONFIG) / inverse_frequencies(scaled)).astype(np.float32)
+    path = write(tmp_path / "model.gguf", tensors | {"rope_freqs.weight": factors})
+    assert open_weights(path).config == scaled
+    write(path, tensors | {"rope_freqs.weight": factors**2})
+    assert_refused(r"other factors than Llama 3\.1 and 3\.2", open_weights, path)
     tied = {name: tensor for name, tensor in tensors.items() if name != "output.weight"}
-    assert open_weights(write(tmp_path / "model.gguf", tied)).config.tied_embeddings
+    assert open_weights(write(path, tied)).config.tied_embeddings
 
 
 TEXTS = ["the quick  brown fox", " he said: 42\n", "", "déjà vu 🙂", "</s> spelt out"]
@@ -168,8 +147,7 @@ def test_text_is_cut_as_its_makers_cut_it(sized: Sized, pre: str) -> None:
     put = byte_level_writer(made, pre, adds_bos=None)
     found = open_checkpoint(sized(made.get_vocab_size(), put)).tokenizer
     for text in HARD:
-        expected = made.encode(text, add_special_tokens=pre != "smaug-bpe")
-        assert found.encode(text) == expected.ids
+        assert found.encode(text) == made.encode(text, add_special_tokens=pre != "smaug-bpe").ids
 
 
 DAMAGE: dict[str, tuple[object, str]] = {
@@ -195,15 +173,14 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, sized: Sized, key: 
 
 
 def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(tmp_path: Path, sized: Sized) -> None:
-    path = sized(*sentence_piece_writer(tmp_path))
-    found, expected = open_checkpoint(path).tokenizer, load_tokenizer(tmp_path)
+    found = open_checkpoint(sized(*sentence_piece_writer(tmp_path))).tokenizer
+    expected = load_tokenizer(tmp_path)
     for text in TEXTS:
         assert found.encode(text) == expected.encode(text)
         assert found.decode(found.encode(text)) == text
     assert found.encode("the")[0] == 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Sized) -> None:
     size, whole = sentence_piece_writer(tmp_path)
 
@@ -217,21 +194,18 @@ def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Si
     found = open_checkpoint(sized(size, put)).tokenizer
     assert found.encode("x<|user|>")[-1] == size - 1
     assert found.decode(found.encode("x<|user|>")) == "x<|user|>"
-    for content, number in (("x", 1), ("x<|user|>", 1), ("<|user|><|user|>", 1)):
+    for content in ("x", "x<|user|>", "<|user|><|user|>"):
         ids = found.apply_chat_template([{"role": "user", "content": content}])
-        assert ids.count(size - 1) == number
+        assert ids.count(size - 1) == 1
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -> None:
     path = write(tmp_path / "model.gguf", tensors)
     whole = path.read_bytes()
     newer = whole[:4] + (99).to_bytes(4, "little") + whole[8:]
-    for data, words in (
-        (whole[: len(whole) // 2], "cut off"),
-        (whole[:100], "cut off"),
-        (newer, "of version 99, and the installed"),
-        (b"no such thing", "no GGUF file"),
-    ):
+    halves = (whole[: len(whole) // 2], "cut off"), (whole[:100], "cut off")
+    others = (newer, "of version 99, and the installed"), (b"no such thing", "no GGUF file")
+    for data, words in (*halves, *others):
         path.write_bytes(data)
         assert_refused(words, open_gguf, path)
     assert_refused("cannot be read", open_gguf, tmp_path / "missing.gguf")
@@ -280,20 +254,16 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert_same(Llama(model.config, found.parameters()), model)
 
 
-def test_what_pads_a_vocabulary_is_no_token(sized: Sized) -> None:
-    made = MAKERS["Qwen 2.5 and 3"]()
-    put = byte_level_writer(made, "qwen2", adds_bos=False, padding=3)
-    opened = open_checkpoint(sized(made.get_vocab_size() + 3, put))
-    assert len(opened.tokenizer.vocabulary.names) == made.get_vocab_size()
-    assert opened.config.vocab_size == made.get_vocab_size() + 3
-
-
-def test_ends_are_known_by_their_text_too(sized: Sized) -> None:
+def test_padding_is_no_token_and_ends_are_known_by_their_text_too(sized: Sized) -> None:
     """A file names one end of each kind, and a Qwen has two."""
-    made = llama3_json()
+    made = MAKERS["Qwen 2.5 and 3"]()
+    size, renamed = made.get_vocab_size(), {"<unk>": "<|endoftext|>"}
     assert made.token_to_id("<unk>") == 0
-    put = byte_level_writer(made, "gpt-2", adds_bos=False, renamed={"<unk>": "<|endoftext|>"})
-    assert set(open_checkpoint(sized(made.get_vocab_size(), put)).config.eos_token_ids) == {0, 2, 3}
+    put = byte_level_writer(made, "qwen2", adds_bos=False, padding=3, renamed=renamed)
+    opened = open_checkpoint(sized(size + 3, put))
+    assert len(opened.tokenizer.vocabulary.names) == size
+    assert opened.config.vocab_size == size + 3
+    assert set(opened.config.eos_token_ids) == {0, 2, 3}
 
 
 @pytest.mark.parametrize(("window", "family"), [(8, "mistral"), (0, "llama")])
@@ -302,8 +272,7 @@ def test_a_window_makes_a_llama_a_mistral(
 ) -> None:
     def put(writer: gguf.GGUFWriter) -> None:
         writer.add_sliding_window(window)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
+        gguf_files.ends(writer)
 
     found = load_llama(write(tmp_path / "model.gguf", tensors, tokenizer=put))
     assert (found.config.architecture, found.config.sliding_window) == (family, window or None)

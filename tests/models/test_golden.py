@@ -16,7 +16,6 @@ from golden import GOLDEN, assert_same, layout_on
 from refusals import assert_refused
 from safetensors.numpy import load_file, save_file
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import convert
@@ -48,15 +47,11 @@ class Golden:
     logits: np.ndarray
 
 
-def stored(kind: str, *, int8: bool = False) -> Golden:
-    numbers = np.load(GOLDEN / kind / "golden.npz")
-    model = load_llama(GOLDEN / kind, int8=int8)
-    return Golden(kind, model, numbers["tokens"], numbers["logits"])
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    return stored(request.param)
+    folder = GOLDEN / request.param
+    numbers = np.load(folder / "golden.npz")
+    return Golden(request.param, load_llama(folder), numbers["tokens"], numbers["logits"])
 
 
 def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
@@ -109,16 +104,9 @@ def cached(model: Llama, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found, lengths
 
 
-@pytest.fixture(scope="module")
-def whole(golden: Golden) -> np.ndarray:
-    return uncached(golden.model, golden.tokens)
-
-
-def test_uncached_pass(golden: Golden, whole: np.ndarray) -> None:
+def test_uncached_pass_and_cached_pass_in_ragged_chunks(golden: Golden) -> None:
+    whole = uncached(golden.model, golden.tokens)
     assert np.abs(whole - golden.logits).max() <= TOLERANCE
-
-
-def test_cached_pass_in_ragged_chunks(golden: Golden, whole: np.ndarray) -> None:
     found, lengths = cached(golden.model, golden.tokens)
     assert len(set(lengths)) == len(lengths) > 1
     for row, length in enumerate(lengths):
@@ -141,19 +129,15 @@ def test_sharded_checkpoint_is_the_single_file() -> None:
 
 def test_an_empty_cache_may_be_donated_whole() -> None:
     config = load_llama(GOLDEN / "llama2").config
-
-    def ones(cache: KVCache) -> KVCache:
-        return jax.tree.map(lambda leaf: leaf + 1, cache)
-
-    cache = jax.jit(ones, donate_argnums=0)(empty_cache(config, 2, 8, jnp.dtype("float32")))
+    ones = jax.jit(lambda cache: jax.tree.map(lambda leaf: leaf + 1, cache), donate_argnums=0)
+    cache = ones(empty_cache(config, 2, 8, jnp.dtype("float32")))
     assert float(cache.keys.sum()) == float(cache.values.sum()) == cache.keys.size
 
 
 QUANTISED = Path(__file__).parents[1] / "fixtures" / "quantised"
-QUANTISED_KINDS = sorted(path.name for path in QUANTISED.iterdir())
 
 
-@pytest.mark.parametrize("kind", QUANTISED_KINDS)
+@pytest.mark.parametrize("kind", sorted(path.name for path in QUANTISED.iterdir()))
 def test_golden_logits(kind: str) -> None:
     """Those of transformers with the matrices as the format's own code widens them."""
     stored = np.load(QUANTISED / kind / "golden.npz")
@@ -187,8 +171,8 @@ def copy_of(tmp_path: Path) -> Callable[..., Path]:
 
     def made(kind: str, said: object = None, **tensors: np.ndarray | None) -> Path:
         folder = shutil.copytree(QUANTISED / kind, tmp_path / "copy")
-        fields = json.loads((folder / "config.json").read_text())
         if said is not None:
+            fields = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": said}))
         stored = load_file(folder / "model.safetensors")
         for ending, value in tensors.items():
@@ -201,49 +185,36 @@ def copy_of(tmp_path: Path) -> Callable[..., Path]:
     return made
 
 
-OTHER_WAYS: dict[str, object] = {
+def packed(form: str, **weights: object) -> dict[str, object]:
+    groups = {"group_0": {"weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
+NVFP4 = "nvfp4-pack-quantized"
+OTHER_WAYS: dict[str, dict[str, object]] = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "mxfp4": {"quant_method": "mxfp4"},
-    "gemv": {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemv"},
-    "3": {"quant_method": "gptq", "bits": 3, "group_size": 16},
-    "nvfp4-pack-quantized": {
-        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "tensor_group"}}},
-    },
-}  # fmt: skip
+    "gemv": AWQ | {"version": "gemv"},
+    "3": AWQ | {"quant_method": "gptq", "bits": 3},
+    NVFP4: packed(NVFP4, num_bits=4, strategy="tensor_group"),
+}
+PACKED = packed("pack-quantized", num_bits=4, strategy="group", group_size=16)
+WRONG: list[tuple[str, object]] = [
+    *((f"quantised in a way.*{named}.*give such", said) for named, said in OTHER_WAYS.items()),
+    ("in a way that fly_jax does not read", {"bits": 4}),
+    ("is not described as expected", {"quant_method": "awq", "bits": 4}),
+    ("is not described as expected", "awq"),
+    ("a size of 0", AWQ | {"group_size": 0}),
+    ("in groups of 48", AWQ | {"group_size": 48}),
+    (r"qzeros.* has shape \[2, 8\].* asks for \[4, 8\]", AWQ | {"group_size": 8}),
+    ("lacks the tensor .*q_proj.weight_packed", PACKED),
+]
 
 
-@pytest.mark.parametrize("named", OTHER_WAYS)
-def test_other_ways_are_named_before_any_tensor(named: str, copy_of: Callable[..., Path]) -> None:
-    with pytest.raises(FlyJaxError, match=rf"quantised in a way.*{named}.*give such"):
-        open_weights(copy_of("awq", OTHER_WAYS[named]))
-
-
-WRONG: dict[str, tuple[str, object]] = {
-    "quant_method": ("in a way that fly_jax does not read", {"bits": 4}),
-    "group_size": ("is not described as expected", {"quant_method": "awq", "bits": 4}),
-    "zero group": (
-        "a size of 0", {"quant_method": "awq", "bits": 4, "group_size": 0}
-    ),
-    "not a multiple": (
-        "in groups of 48", {"quant_method": "awq", "bits": 4, "group_size": 48}
-    ),
-    "another group": (
-        r"qzeros.* has shape \[2, 8\].* asks for \[4, 8\]",
-        {"quant_method": "awq", "bits": 4, "group_size": 8},
-    ),
-    "a text": ("is not described as expected", "awq"),
-    "another format": ("lacks the tensor .*q_proj.weight_packed", {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {
-            "num_bits": 4, "strategy": "group", "group_size": 16}}},
-    }),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_descriptions(case: str, copy_of: Callable[..., Path]) -> None:
-    message, said = WRONG[case]
+@pytest.mark.parametrize(("message", "said"), WRONG)
+def test_wrong_descriptions(message: str, said: object, copy_of: Callable[..., Path]) -> None:
+    """Other ways are named before any tensor."""
     assert_refused(message, open_weights, copy_of("awq", said))
 
 

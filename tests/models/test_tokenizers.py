@@ -291,12 +291,9 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     """And tokenizer.json goes before tokenizer.model."""
     assert_refused(r"neither tokenizer\.json nor tokenizer\.model", load_tokenizer, tmp_path)
     whole = fill(tmp_path / "whole", "llama3")
-    for folder, name, content in (
-        (tmp_path, "tokenizer.model", "{"),
-        (tmp_path, "tokenizer.json", "{"),
-        (whole, "tokenizer_config.json", "{"),
-        (whole, "tokenizer_config.json", "[]"),
-    ):
+    broken = [(tmp_path, "tokenizer.model", "{"), (tmp_path, "tokenizer.json", "{")]
+    broken += [(whole, "tokenizer_config.json", content) for content in ("{", "[]")]
+    for folder, name, content in broken:
         (folder / name).write_text(content)
         assert_refused(re.escape(name), load_tokenizer, folder)
 

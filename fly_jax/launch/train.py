@@ -81,8 +81,7 @@ def _make_head(values: _TrainFlags) -> None:
     from fly_jax.engine.engine import Engine
     from fly_jax.models.checkpoints.source import identity
     from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
-    from fly_jax.training import heads, rows
-    from fly_jax.training.expectations import expected
+    from fly_jax.training import expectations, heads
     from fly_jax.training.teacher_answers import continued
     from fly_jax.training.trainer import steps_done, train
 
@@ -118,11 +117,15 @@ def _make_head(values: _TrainFlags) -> None:
     documents = continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     shape = pair.target.config
     layers = heads.layers_read(shape.num_layers)
-    heard = expected(
-        pair.target, documents, directory / "expected", length=rows.ROW_LENGTH + 1, layers=layers
+    heard = expectations.expected(
+        pair.target,
+        documents,
+        directory / "expected",
+        length=expectations.ROW_LENGTH + 1,
+        layers=layers,
     )
     number = min(values.draft_vocab_size, shape.vocab_size) - 1
-    known, share = rows.frequent_tokens(heard, shape.vocab_size, number)
+    known, share = expectations.frequent_tokens(heard, shape.vocab_size, number)
     say(
         f"{sum(len(one.answer) for one in documents)} tokens of answers to {len(ids)} prompts; the "
         f"head knows {len(known)} of {shape.vocab_size} tokens, which are {share:.1%} of the "
@@ -132,7 +135,11 @@ def _make_head(values: _TrainFlags) -> None:
         values.head, pair.target, known, layers=layers, num_layers=values.num_layers
     )
     recipe = heads.recipe_of(
-        values.head, own, row_length=rows.ROW_LENGTH, num_steps=values.num_steps, seed=values.seed
+        values.head,
+        own,
+        row_length=expectations.ROW_LENGTH,
+        num_steps=values.num_steps,
+        seed=values.seed,
     )
     checkpoints = directory / f"checkpoints_{values.head}_{own.num_layers}_{len(known)}"
     if steps_done(checkpoints) == recipe.last_step:
@@ -143,7 +150,7 @@ def _make_head(values: _TrainFlags) -> None:
     learned = [one for at, one in enumerate(heard) if at not in places] or heard
     made = train(
         recipe,
-        functools.partial(rows.batches, learned, recipe),
+        functools.partial(expectations.batches, learned, recipe),
         checkpoints,
         start=start,
         measured=lambda one: heads.mean_accepted_tokens(values.head, one, held_out),

@@ -23,8 +23,7 @@ from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_nam
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.llama import Llama, Parameters
-from fly_jax.training.expectations import Expected
-from fly_jax.training.rows import HeardRow, laid_out
+from fly_jax.training.expectations import Expected, HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before

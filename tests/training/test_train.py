@@ -30,8 +30,7 @@ from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.training import expectations, heads, teacher_answers
 from fly_jax.training import rows as rows_of_heads
-from fly_jax.training.expectations import Expected, expected
-from fly_jax.training.rows import batches, frequent_tokens, laid_out
+from fly_jax.training.expectations import Expected, batches, expected, frequent_tokens, laid_out
 from fly_jax.training.teacher_answers import Document, continued
 from fly_jax.training.trainer import Recipe, Row, steps_done, train
 

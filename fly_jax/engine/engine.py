@@ -541,7 +541,7 @@ class Engine:
         attended = self._buckets.next_dispatch(known)
         state = self._held().attending(attended)
         if self.costs is not None:
-            may_vary = self._load_may_change_text or all(one.is_settled for _, one in live)
+            may_vary = self._load_may_change_text or all(one.lets_k_vary for _, one in live)
             costs = self.costs.next((rows, attended), may_vary=may_vary)
             if self._programs.spans_processes:  # which must all choose the same
                 costs = np.asarray(broadcast(costs.tolist()), np.float32)

@@ -108,6 +108,7 @@ class Request:
       protected_token_ids: tokens that are never rescued, nor replaced by a rescue, besides the ends
         of text; None for the engine's own.
       cache_salt: the beginning of the prompt is shared only with requests of the same salt.
+      repeats: the same seed draws the same text again, whatever is decoded beside it.
     """
 
     prompt: Sequence[int]
@@ -120,6 +121,7 @@ class Request:
     ignores_eos: bool = False
     protected_token_ids: Sequence[int] | None = None
     cache_salt: str = ""
+    repeats: bool = True
 
 
 class RequestState:
@@ -166,9 +168,10 @@ class RequestState:
         return (self.finished - self.first_token) / later
 
     @property
-    def is_settled(self) -> bool:
-        """Tells whether its tokens are the target's own greedy ones, whatever is drafted."""
-        return isinstance(self.rule, Exact) and self.request.sampling is None
+    def lets_k_vary(self) -> bool:
+        """Tells whether K may change: its text stays the same, or another draw is as good."""
+        is_drawn = self.request.sampling is not None
+        return isinstance(self.rule, Exact) and not (is_drawn and self.request.repeats)
 
     def update_from_output(
         self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec

@@ -76,8 +76,14 @@ def test_lossless_requests_do_not_notice() -> None:
 
 def test_a_loosened_or_drawn_request_keeps_its_k_without_leave() -> None:
     """Also where it goes on with a text of which the draft model has not seen the end."""
-    for request in (Request([1], rule=FLY), Request([1], sampling=Sampling(0.5))):
-        assert not RequestState(request, request.rule or Exact()).is_settled
+    drawn = Request([1], sampling=Sampling(0.5))
+    for request in (Request([1], rule=FLY), drawn, dataclasses.replace(drawn, rule=FLY)):
+        assert not RequestState(request, request.rule or Exact()).lets_k_vary
+    # Of a drawn request that need not come again another text is as good.
+    asked = [dataclasses.replace(drawn, repeats=repeats) for repeats in (False, True)]
+    for request, expected in zip(asked, ({0}, {4}), strict=True):
+        finished(engine(costs := Schedule(itertools.repeat(0))), [request])
+        assert set(costs.taken) == expected
     one = engine(costs := Schedule(itertools.repeat(0)))
     (before,) = finished(one, [Request(range(30), LIMIT)])
     assert set(costs.taken) == {0}

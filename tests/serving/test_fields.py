@@ -112,6 +112,15 @@ def test_rules_that_do_not_fit_the_servers_k_are_not_offered() -> None:
         RequestBuilder.of(real, ["fly"])
 
 
+def test_what_is_drawn_without_a_seed_need_not_come_again() -> None:
+    """So K may follow the load while it is decoded."""
+    builder = RequestBuilder.of(default_config(is_embedded=True))
+    for seed in (None, 0, 7):
+        asked = CompletionRequest(prompt=[1], temperature=0.5, seed=seed, n=2)
+        made = builder.requests(asked, [[1]], Mock(max_length=64), tuple)
+        assert [one.repeats for one in made] == [seed is not None] * 2
+
+
 def test_a_server_without_a_draft_says_what_rules_need() -> None:
     alone = RequestBuilder.of(default_config(is_embedded=False).without_draft())
     asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()

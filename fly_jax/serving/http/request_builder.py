@@ -106,6 +106,7 @@ class RequestBuilder:
             bool(request.ignore_eos),
             None if patterns == self.config.limits.protect else protected(patterns),
             cache_salt,
+            repeats=request.seed is not None,
         )
         return [
             dataclasses.replace(first, prompt=prompt, seed=(first.seed + index) % 2**32)

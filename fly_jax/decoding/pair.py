@@ -41,6 +41,7 @@ from fly_jax.sharding.processes import joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
 
 NGRAM = "ngram"  # the lookup alone
+_FEWEST_DRAFTED = 256  # tokens that a draft model can be told to score: at least all bytes
 
 Build = Callable[[Llama, RoundStatic], Drafter]
 
@@ -176,11 +177,7 @@ class OpenPair:
     is_embedded: bool
     drafter: str | None = None
     self_draft: str | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens that all models have; padding of a larger vocabulary is left out."""
-        return min(one.config.vocab_size for one in (self.target, *self.drafts))
+    draft_vocab_size: int | None = None
 
     @property
     def draft_decodes_alone(self) -> bool:
@@ -190,20 +187,17 @@ class OpenPair:
         return is_model or self.self_draft is not None
 
     @property
-    def max_context(self) -> int:
-        """Positions that the target was trained on."""
-        return self.target.config.max_context
-
-    @property
     def default_dtype(self) -> Dtype:
         """The weights' type where none is asked for: the fastest here. Starts JAX's backend."""
         is_small = self.target.path == EMBEDDED_PAIR[0]
         return "float32" if is_small or jax.default_backend() == "cpu" else "bfloat16"
 
     def check_drafting(self, config: DecodingConfig) -> None:
-        """Raises FlyJaxError for a draft_confidence that no draft has, before weights are read."""
+        """Raises FlyJaxError for drafts that cannot draft as the config says."""
         if self.drafter is None and config.drafting.max_speculative_tokens:
-            check_confidence([one.config for one in self.drafts], config.drafting.draft_confidence)
+            drafts = [one.config for one in self.drafts]
+            confidence = config.drafting.draft_confidence
+            check_chain(self.target.config, drafts, config.to_lookup(), confidence)
 
     def encode(
         self, prompt: str | Sequence[Mapping[str, str]], *, name: str = "The prompt"
@@ -228,10 +222,12 @@ def open_pair(
     *,
     revision: str | None = None,
     draft_parallel: int | None = None,
+    draft_vocab_size: int | None = None,
 ) -> OpenPair:
     """Finds the models that `load_pair` is given, and checks all it can without reading a weight.
 
     With `draft_parallel` the last draft model drafts in one pass, with this as its `pard_token`.
+    With `draft_vocab_size` draft models score, and so draft, so many tokens (`Llama.drafting_few`).
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, or two vocabularies.
@@ -272,7 +268,9 @@ def open_pair(
     for one in proposing:
         opened.check_draft(one)
     check_chain(opened.config, [one.config for one in proposing])
-    return OpenPair(opened, proposing, is_embedded, drafter, own)
+    if draft_vocab_size is not None:
+        check_draft_vocabulary(draft_vocab_size, [one.config for one in proposing])
+    return OpenPair(opened, proposing, is_embedded, drafter, own, draft_vocab_size)
 
 
 def load_pair(
@@ -333,7 +331,8 @@ def load_pair(
     if own is not None:
         check_self_draft(own, int8=int8 or stored_int8)
     width = jnp.dtype(opened.default_dtype if int8 else dtype)
-    vocab_size = opened.vocab_size
+    # Padding of a larger vocabulary is left out.
+    vocab_size = min(one.config.vocab_size for one in (opened.target, *opened.drafts))
     layouts: Layouts | None = None
     replicated: tuple[str, ...] = ()
     if devices.size > 1:
@@ -358,6 +357,8 @@ def load_pair(
     loaded = load(opened.target, None if layouts is None else layouts.target)
     draft_layout = None if layouts is None else layouts.draft
     drafts = [load(one, draft_layout) for one in opened.drafts]
+    if opened.draft_vocab_size is not None:
+        drafts = [one.drafting_few(opened.draft_vocab_size) for one in drafts]
     if own is not None:
         drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):
@@ -400,8 +401,7 @@ def checked_drafter(
                 "model of the target's family."
             )
     configs = [one.config for one in models]
-    check_chain(target.config, configs, static.lookup)
-    check_confidence(configs, static.draft_confidence)
+    check_chain(target.config, configs, static.lookup, static.draft_confidence)
     if models and models[-1].config.head is not None:
         *above, head = models
         kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
@@ -410,21 +410,33 @@ def checked_drafter(
 
 
 def check_chain(
-    target: LlamaConfig, drafts: Sequence[LlamaConfig], lookup: Lookup | None = None
+    target: LlamaConfig,
+    drafts: Sequence[LlamaConfig],
+    lookup: Lookup | None = None,
+    confidence: float = 0.0,
 ) -> None:
-    """Raises FlyJaxError for draft models that cannot stand so, one below the other."""
+    """Raises FlyJaxError for drafts that cannot stand so, or say how sure of a token they are."""
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
-        check_nothing_below(config, below or lookup)
+        _check_nothing_below(config, below or lookup)
         if config.head is not None:
             _check_head(above, config, "target" if above is target else "draft model above it")
-
-
-def check_confidence(drafts: Sequence[LlamaConfig], least: float) -> None:
-    """Raises FlyJaxError for a draft_confidence where no draft says how probable its tokens are."""
-    if least and not any(isinstance(one.head, Block) and one.head.has_confidence for one in drafts):
+    blocks = [one.head for one in drafts if isinstance(one.head, Block)]
+    if confidence and not any(one.has_confidence for one in blocks):
         raise FlyJaxError(
-            f"draft_confidence is {least}, and no draft says how probable its tokens are to be "
-            "accepted; leave it out, or give a DSpark head with a confidence head as a draft."
+            f"draft_confidence is {confidence}, and no draft says how probable its tokens are to "
+            "be accepted; leave it out, or give a DSpark head with a confidence head as a draft."
+        )
+
+
+def check_draft_vocabulary(size: int, drafts: Sequence[LlamaConfig]) -> None:
+    """Raises FlyJaxError for drafts that cannot score so few tokens."""
+    sizes = [one.vocab_size for one in drafts if not (one.head or one.draft_vocab_size)]
+    if len(sizes) < max(len(drafts), 1) or not _FEWEST_DRAFTED <= size < min(sizes):
+        there = f"{min(sizes)} tokens" if len(sizes) == len(drafts) > 0 else "no such models"
+        raise FlyJaxError(
+            f"draft_vocab_size is {size}, for draft models that score all tokens, and here are "
+            f"{there}; give a number of at least {_FEWEST_DRAFTED} and below theirs, or leave it "
+            "out."
         )
 
 
@@ -469,7 +481,6 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         elif config.head is not None:
             kind = HeadDraft
         elif config.pard_token is not None:
-            check_nothing_below(config, drafter)
             kind, given = ParallelDraft, {"may_lag": lags or rests}
         else:
             given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
@@ -478,19 +489,17 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
     return drafter
 
 
-def check_nothing_below(config: LlamaConfig, below: object) -> None:
+def _check_nothing_below(config: LlamaConfig, below: object) -> None:
     """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
-    if config.head is not None and below is not None:
-        raise FlyJaxError(
-            "A head was given with another draft or a lookup below it, and drafts from the states "
-            "of the model above it alone; make it the last --draft, behind the model that it is "
-            "of, and leave prompt_lookup_max out."
+    if below is not None and (config.head is not None or config.pard_token is not None):
+        what, drafts = (
+            ("draft model with a pard_token", "in one pass, which nothing below can shorten")
+            if config.head is None
+            else ("head", "from the states of the model above it alone")
         )
-    if config.pard_token is not None and below is not None:
         raise FlyJaxError(
-            "A draft model with a pard_token was given with another draft or a lookup below it, "
-            "and drafts in one pass, which nothing below can shorten; make it the last --draft, "
-            "and leave prompt_lookup_max out."
+            f"A {what} was given with another draft or a lookup below it, and drafts {drafts}; "
+            "make it the last --draft, and leave prompt_lookup_max out."
         )
 
 

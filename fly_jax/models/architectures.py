@@ -62,7 +62,9 @@ class LlamaConfig:
       unrotated_layers: layers without rotary positions (SmolLM3), in ascending order.
       draft_vocab_size: rows of the embedding of a drafter that knows only the most frequent of its
         target's tokens; the last row stands for all others, which it never proposes. None where
-        each token has a row. Of a head these are rows of the unembedding alone, all of tokens.
+        each token has a row. Of a head, or with `embeds_all`, these are rows of the unembedding
+        alone, all of tokens.
+      embeds_all: each token has a row of the embedding, whatever `draft_vocab_size` is.
       head: what makes it a head of a target; None for other models.
     """
 
@@ -87,6 +89,7 @@ class LlamaConfig:
     windowed_layers: tuple[int, ...] = ()
     unrotated_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
+    embeds_all: bool = False
     pard_token: int | None = None
     head: TargetHead | None = None
 
@@ -124,11 +127,22 @@ class LlamaConfig:
         """A copy without the rows that pad its vocabulary beyond so many tokens."""
         return dataclasses.replace(self, vocab_size=size)
 
+    def drafting_few(self, size: int) -> LlamaConfig:
+        """A copy that takes all tokens and scores so many, of `Llama.drafting_few`."""
+        return dataclasses.replace(
+            self, draft_vocab_size=size, embeds_all=True, tied_embeddings=False
+        )
+
     @property
     def unknown_row(self) -> int:
         """The value in `token_rows` of a token that is never drafted, where not all have a row."""
         assert self.draft_vocab_size is not None
-        return self.draft_vocab_size - (self.head is None)
+        return self.draft_vocab_size - self.embeds_few
+
+    @property
+    def embeds_few(self) -> bool:
+        """Tells whether tokens without a row of the embedding share its last one."""
+        return self.draft_vocab_size is not None and self.head is None and not self.embeds_all
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -595,6 +609,10 @@ def parameter_specs(
     if config.draft_vocab_size is not None:  # the row of each of the target's tokens
         rows = np.dtype(np.int32)
         specs["token_rows"] = ParameterSpec((config.vocab_size,), ("vocab",), (), rows)
+    if config.embeds_all:
+        specs["embedding"] = dataclasses.replace(
+            specs["embedding"], shape=(config.vocab_size, config.embed_size)
+        )
     if config.head is not None:
         specs = _of_head(specs, config, config.head)
     return specs if matrices is None else _with_scales(specs, matrices)

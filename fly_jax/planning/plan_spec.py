@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.pair import check_chain, check_confidence
+from fly_jax.decoding.pair import check_chain
 from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
@@ -163,8 +163,8 @@ class PlanSpec:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
-        check_chain(self.target, self.drafts)
-        check_confidence(self.drafts, self.rounds.static.draft_confidence)
+        static = self.rounds.static
+        check_chain(self.target, self.drafts, static.lookup, static.draft_confidence)
         levels = self.rounds.static.level_speculative_tokens
         sizes = [("num_speculative_tokens", self.num_speculative_tokens)]
         sizes += [("level_speculative_tokens", one) for one in levels]

@@ -435,8 +435,7 @@ def check_draft_vocabulary(size: int, drafts: Sequence[LlamaConfig]) -> None:
         there = f"{min(sizes)} tokens" if len(sizes) == len(drafts) > 0 else "no such models"
         raise FlyJaxError(
             f"draft_vocab_size is {size}, for draft models that score all tokens, and here are "
-            f"{there}; give a number of at least {_FEWEST_DRAFTED} and below theirs, or leave it "
-            "out."
+            f"{there}; give at least {_FEWEST_DRAFTED} and fewer than theirs, or leave it out."
         )
 
 

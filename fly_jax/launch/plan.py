@@ -100,6 +100,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _plan_spec(values: _PlanFlags) -> PlanSpec:
     from fly_jax.decoding.pair import check_draft_vocabulary
+    from fly_jax.models.llama import scoring_few
     from fly_jax.models.quantise import SELF, self_draft_type
     from fly_jax.planning.plan_spec import PlanSpec
     from fly_jax.sharding.chips import chip_named
@@ -110,7 +111,7 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
     drafts = [_config(one) for one in (values.target if own else draft, *below)]
     if (size := values.draft_vocab_size) is not None:
         check_draft_vocabulary(size, () if own else drafts)
-        drafts = [one.drafting_few(size) for one in drafts]
+        drafts = [scoring_few(one, size) for one in drafts]
     same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
         target=_config(values.target),

@@ -127,12 +127,6 @@ class LlamaConfig:
         """A copy without the rows that pad its vocabulary beyond so many tokens."""
         return dataclasses.replace(self, vocab_size=size)
 
-    def drafting_few(self, size: int) -> LlamaConfig:
-        """A copy that takes all tokens and scores so many, of `Llama.drafting_few`."""
-        return dataclasses.replace(
-            self, draft_vocab_size=size, embeds_all=True, tied_embeddings=False
-        )
-
     @property
     def unknown_row(self) -> int:
         """The value in `token_rows` of a token that is never drafted, where not all have a row."""
@@ -604,15 +598,14 @@ def parameter_specs(
         specs["key_bias"] = specs["value_bias"] = spec("layers kv_heads head")
     if config.head_norms:
         specs["query_norm"] = specs["key_norm"] = spec("layers head")
+    if not config.embeds_few:
+        every = (config.vocab_size, config.embed_size)
+        specs["embedding"] = dataclasses.replace(specs["embedding"], shape=every)
     if not config.tied_embeddings:
         specs["unembedding"] = spec("embed vocab", "embed")
     if config.draft_vocab_size is not None:  # the row of each of the target's tokens
         rows = np.dtype(np.int32)
         specs["token_rows"] = ParameterSpec((config.vocab_size,), ("vocab",), (), rows)
-    if config.embeds_all:
-        specs["embedding"] = dataclasses.replace(
-            specs["embedding"], shape=(config.vocab_size, config.embed_size)
-        )
     if config.head is not None:
         specs = _of_head(specs, config, config.head)
     return specs if matrices is None else _with_scales(specs, matrices)
@@ -651,7 +644,7 @@ def _of_head(
     """The parameters of a head: the features are fused into one, and read as its kind does."""
     embed, width = config.embed_size, head.target_embed_size
     wide, vocab = head.num_features * width, config.draft_vocab_size or config.vocab_size
-    table = dataclasses.replace(specs.pop("embedding"), shape=(config.vocab_size, embed))
+    table = specs.pop("embedding")
     specs |= {"embedding": table} if head.has_embedding else {}
     specs["fusion"] = ParameterSpec((wide, embed), ("features", "embed"), ("features",))
     if isinstance(head, Eagle3):  # its attention reads token and feature side by side

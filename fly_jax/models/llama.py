@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -401,7 +402,7 @@ class Llama(nnx.Module):
         2502.14856), which counts them. An end of text that is not drafted costs no round: the
         target's own token ends the text.
         """
-        config, whole = self.config.drafting_few(size), self.parameters()
+        config, whole = scoring_few(self.config, size), self.parameters()
         name = "embedding" if self.config.tied_embeddings else "unembedding"
         by_rows = self.config.tied_embeddings or self.is_unstacked
 
@@ -417,8 +418,7 @@ class Llama(nnx.Module):
             name: parameter_sharding(self.layout, specs[name])
             for name in jax.eval_shape(few, *given)
         }
-        made = jax.jit(few, out_shardings=shardings)(*given)
-        return Llama(config, whole | made, self.layout)
+        return Llama(config, whole | jax.jit(few, out_shardings=shardings)(*given), self.layout)
 
     @property
     def _turned_outer(self) -> list[str]:
@@ -564,6 +564,13 @@ class Llama(nnx.Module):
 
     def _layer_weights(self) -> Parameters:
         return {name: value.get_value() for name, value in self.layers.items()}
+
+
+def scoring_few(config: LlamaConfig, size: int) -> LlamaConfig:
+    """The config of `Llama.drafting_few`: all tokens are taken, and so many are scored."""
+    return dataclasses.replace(
+        config, draft_vocab_size=size, embeds_all=True, tied_embeddings=False
+    )
 
 
 @functools.partial(jax.jit, static_argnames="axes")

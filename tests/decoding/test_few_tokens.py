@@ -90,7 +90,7 @@ def test_a_pair_is_loaded_so_and_what_cannot_draft_few_is_refused(tmp_path: Path
     (drafted,) = load_pair(open_pair(target, draft, draft_vocab_size=280)).drafts
     assert drafted.config.draft_vocab_size == 280
     for given, size, said in (
-        (draft, 100, "at least 256 and below theirs"),
+        (draft, 100, "at least 256 and fewer"),
         (draft, 320, "here are 320 tokens"),
         ("ngram", 280, "no such models"),
         ("self:int8", 280, "no such models"),

@@ -12,6 +12,7 @@ from launch_types import Patch, Ran, Refused
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.instructions import load_checkers
 from fly_jax.evaluation.tasks import TASKS, read_items
 from fly_jax.launch.bench import decodings
 from fly_jax.verification.rules import Budget, Fly, Margin
@@ -63,7 +64,8 @@ def test_problems_are_those_of_the_folder_or_built_in(data: Path) -> None:
 
 
 def test_instructions(data: Path) -> None:
-    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    for name in ("lm_eval", "punkt"):  # the extra eval, and the table that its page names
+        pytest.importorskip(name, reason="what IFEval's checks need is not installed")
     (item,) = read_items("ifeval", data, None)
     unknown = IFEVAL | {"instruction_id_list": ["punctuation:no_colon"]}
     (data / "input_data.jsonl").write_text(f"{json.dumps(IFEVAL)}\n{json.dumps(unknown)}\n")
@@ -135,6 +137,7 @@ def test_data_of_another_format(
     refused(*given, *TWO, words=["HumanEval.jsonl.gz", "gzip"])
     refused(*given[:-1], words=["--output"])
     monkeypatch.setitem(sys.modules, "langdetect", None)
+    load_checkers.cache_clear()
     refused(*given, "--tasks=ifeval", words=["fly_jax[eval]"])
 
 

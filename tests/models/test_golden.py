@@ -47,11 +47,15 @@ class Golden:
     logits: np.ndarray
 
 
+def stored(kind: str, *, int8: bool = False) -> Golden:
+    numbers = np.load(GOLDEN / kind / "golden.npz")
+    model = load_llama(GOLDEN / kind, int8=int8)
+    return Golden(kind, model, numbers["tokens"], numbers["logits"])
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    folder = GOLDEN / request.param
-    numbers = np.load(folder / "golden.npz")
-    return Golden(request.param, load_llama(folder), numbers["tokens"], numbers["logits"])
+    return stored(request.param)
 
 
 def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:

@@ -29,7 +29,6 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.training import expectations, heads, teacher_answers
-from fly_jax.training import rows as rows_of_heads
 from fly_jax.training.expectations import Expected, batches, expected, frequent_tokens, laid_out
 from fly_jax.training.teacher_answers import Document, continued
 from fly_jax.training.trainer import Recipe, Row, steps_done, train
@@ -184,7 +183,7 @@ def test_a_head_learns_its_teachers_text(
     folders: Folders, tmp_path: Path, kind: str, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """What the teacher said to three prompts is learned, and drafted as was foretold of one."""
-    monkeypatch.setattr(rows_of_heads, "ROW_LENGTH", 64)
+    monkeypatch.setattr(expectations, "ROW_LENGTH", 64)
     arguments = [
         "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
         f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",

@@ -41,7 +41,6 @@ from fly_jax.sharding.processes import joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
 
 NGRAM = "ngram"  # the lookup alone
-_FEWEST_DRAFTED = 256  # tokens that a draft model can be told to score: at least all bytes
 
 Build = Callable[[Llama, RoundStatic], Drafter]
 
@@ -177,7 +176,6 @@ class OpenPair:
     is_embedded: bool
     drafter: str | None = None
     self_draft: str | None = None
-    draft_vocab_size: int | None = None
 
     @property
     def draft_decodes_alone(self) -> bool:
@@ -222,12 +220,10 @@ def open_pair(
     *,
     revision: str | None = None,
     draft_parallel: int | None = None,
-    draft_vocab_size: int | None = None,
 ) -> OpenPair:
     """Finds the models that `load_pair` is given, and checks all it can without reading a weight.
 
     With `draft_parallel` the last draft model drafts in one pass, with this as its `pard_token`.
-    With `draft_vocab_size` draft models score, and so draft, so many tokens (`Llama.drafting_few`).
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, or two vocabularies.
@@ -268,9 +264,7 @@ def open_pair(
     for one in proposing:
         opened.check_draft(one)
     check_chain(opened.config, [one.config for one in proposing])
-    if draft_vocab_size is not None:
-        check_draft_vocabulary(draft_vocab_size, [one.config for one in proposing])
-    return OpenPair(opened, proposing, is_embedded, drafter, own, draft_vocab_size)
+    return OpenPair(opened, proposing, is_embedded, drafter, own)
 
 
 def load_pair(
@@ -357,8 +351,6 @@ def load_pair(
     loaded = load(opened.target, None if layouts is None else layouts.target)
     draft_layout = None if layouts is None else layouts.draft
     drafts = [load(one, draft_layout) for one in opened.drafts]
-    if opened.draft_vocab_size is not None:
-        drafts = [one.drafting_few(opened.draft_vocab_size) for one in drafts]
     if own is not None:
         drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):
@@ -425,17 +417,6 @@ def check_chain(
         raise FlyJaxError(
             f"draft_confidence is {confidence}, and no draft says how probable its tokens are to "
             "be accepted; leave it out, or give a DSpark head with a confidence head as a draft."
-        )
-
-
-def check_draft_vocabulary(size: int, drafts: Sequence[LlamaConfig]) -> None:
-    """Raises FlyJaxError for drafts that cannot score so few tokens."""
-    sizes = [one.vocab_size for one in drafts if not (one.head or one.draft_vocab_size)]
-    if len(sizes) < max(len(drafts), 1) or not _FEWEST_DRAFTED <= size < min(sizes):
-        there = f"{min(sizes)} tokens" if len(sizes) == len(drafts) > 0 else "no such models"
-        raise FlyJaxError(
-            f"draft_vocab_size is {size}, for draft models that score all tokens, and here are "
-            f"{there}; give at least {_FEWEST_DRAFTED} and fewer than theirs, or leave it out."
         )
 
 

@@ -221,12 +221,6 @@ class ModelFlags:
         "config.json names no pard_token",
         kind=int, low=0,
     )  # fmt: skip
-    draft_vocab_size: int | None = parameter(
-        None,
-        "tokens that draft models score, the first of the vocabulary and so its most frequent: "
-        "each pass reads less, and others are never drafted; if not given, all",
-        kind=int,
-    )
     revision: str | None = parameter(
         None,
         "branch, tag or commit of the target's hub id; any id can have its own, org/name@revision",

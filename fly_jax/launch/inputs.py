@@ -115,7 +115,6 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
             values.draft,
             revision=values.revision,
             draft_parallel=values.draft_parallel,
-            draft_vocab_size=values.draft_vocab_size,
         )
         _check_sizes(config, models.target.config.max_context)
     return models, mesh

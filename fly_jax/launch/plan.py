@@ -43,9 +43,6 @@ class _PlanFlags(DecodingFlags):
         f"the same of the model that proposes, or self:int4 or self:int8, {_DRAFT} if not given; "
         "again for one below it",
     )
-    draft_vocab_size: int | None = parameter(
-        None, "tokens that draft models score, as for generate; if not given, all", kind=int
-    )
     level_accepted_tokens: float | None = parameter(
         None, "mean tokens of a pass of a draft model where another is below it", kind=float
     )
@@ -99,8 +96,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _plan_spec(values: _PlanFlags) -> PlanSpec:
-    from fly_jax.decoding.pair import check_draft_vocabulary
-    from fly_jax.models.llama import scoring_few
     from fly_jax.models.quantise import SELF, self_draft_type
     from fly_jax.planning.plan_spec import PlanSpec
     from fly_jax.sharding.chips import chip_named
@@ -108,15 +103,11 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
 
     draft, *below = values.draft or (_DRAFT,)
     own = self_draft_type(draft) if draft.startswith(SELF) else None
-    drafts = [_config(one) for one in (values.target if own else draft, *below)]
-    if (size := values.draft_vocab_size) is not None:
-        check_draft_vocabulary(size, () if own else drafts)
-        drafts = [scoring_few(one, size) for one in drafts]
     same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
         target=_config(values.target),
-        draft=drafts[0],
-        below=tuple(drafts[1:]),
+        draft=_config(values.target if own else draft),
+        below=tuple(map(_config, below)),
         chip=chip_named(values.chip),
         mesh=parse_mesh(values.mesh),
         int8=values.dtype == "int8",

@@ -62,9 +62,7 @@ class LlamaConfig:
       unrotated_layers: layers without rotary positions (SmolLM3), in ascending order.
       draft_vocab_size: rows of the embedding of a drafter that knows only the most frequent of its
         target's tokens; the last row stands for all others, which it never proposes. None where
-        each token has a row. Of a head, or with `embeds_all`, these are rows of the unembedding
-        alone, all of tokens.
-      embeds_all: each token has a row of the embedding, whatever `draft_vocab_size` is.
+        each token has a row. Of a head these are rows of the unembedding alone, all of tokens.
       head: what makes it a head of a target; None for other models.
     """
 
@@ -89,7 +87,6 @@ class LlamaConfig:
     windowed_layers: tuple[int, ...] = ()
     unrotated_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
-    embeds_all: bool = False
     pard_token: int | None = None
     head: TargetHead | None = None
 
@@ -131,12 +128,7 @@ class LlamaConfig:
     def unknown_row(self) -> int:
         """The value in `token_rows` of a token that is never drafted, where not all have a row."""
         assert self.draft_vocab_size is not None
-        return self.draft_vocab_size - self.embeds_few
-
-    @property
-    def embeds_few(self) -> bool:
-        """Tells whether tokens without a row of the embedding share its last one."""
-        return self.draft_vocab_size is not None and self.head is None and not self.embeds_all
+        return self.draft_vocab_size - (self.head is None)
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -598,9 +590,6 @@ def parameter_specs(
         specs["key_bias"] = specs["value_bias"] = spec("layers kv_heads head")
     if config.head_norms:
         specs["query_norm"] = specs["key_norm"] = spec("layers head")
-    if not config.embeds_few:
-        every = (config.vocab_size, config.embed_size)
-        specs["embedding"] = dataclasses.replace(specs["embedding"], shape=every)
     if not config.tied_embeddings:
         specs["unembedding"] = spec("embed vocab", "embed")
     if config.draft_vocab_size is not None:  # the row of each of the target's tokens
@@ -644,7 +633,7 @@ def _of_head(
     """The parameters of a head: the features are fused into one, and read as its kind does."""
     embed, width = config.embed_size, head.target_embed_size
     wide, vocab = head.num_features * width, config.draft_vocab_size or config.vocab_size
-    table = specs.pop("embedding")
+    table = dataclasses.replace(specs.pop("embedding"), shape=(config.vocab_size, embed))
     specs |= {"embedding": table} if head.has_embedding else {}
     specs["fusion"] = ParameterSpec((wide, embed), ("features", "embed"), ("features",))
     if isinstance(head, Eagle3):  # its attention reads token and feature side by side

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -395,31 +394,6 @@ class Llama(nnx.Module):
         parameters |= {name: parameters[name].T for name in self._turned_outer}
         return Llama(self.config, parameters, self.layout)
 
-    def drafting_few(self, size: int) -> Llama:
-        """A model that scores its first `size` tokens alone: to draft with, it reads less.
-
-        A vocabulary of merges has the most frequent tokens in front. The idea is FR-Spec's (arXiv
-        2502.14856), which counts them. An end of text that is not drafted costs no round: the
-        target's own token ends the text.
-        """
-        config, whole = scoring_few(self.config, size), self.parameters()
-        name = "embedding" if self.config.tied_embeddings else "unembedding"
-        by_rows = self.config.tied_embeddings or self.is_unstacked
-
-        def few(matrix: Array, scale: Array | None) -> Parameters:
-            matrix = matrix[:size] if by_rows else matrix[:, :size]
-            matrix = matrix.T if by_rows and not self.is_unstacked else matrix
-            rows = jnp.minimum(jnp.arange(config.vocab_size, dtype=jnp.int32), config.unknown_row)
-            made = {"unembedding": matrix, "token_rows": rows}
-            return made if scale is None else made | {scale_name("unembedding"): scale[:size]}
-
-        given, specs = (whole[name], whole.get(scale_name(name))), parameter_specs(config, INT8)
-        shardings = {
-            name: parameter_sharding(self.layout, specs[name])
-            for name in jax.eval_shape(few, *given)
-        }
-        return Llama(config, whole | jax.jit(few, out_shardings=shardings)(*given), self.layout)
-
     @property
     def _turned_outer(self) -> list[str]:
         """The matrices outside the layers that `parameter_specs` has as [in, out]."""
@@ -542,7 +516,7 @@ class Llama(nnx.Module):
         return x if self.layout is None else self.layout.constrain(x, axes)
 
     def _embedded(self, tokens: Tokens) -> Hidden:
-        if self.config.embeds_few:
+        if self.config.draft_vocab_size is not None and self.config.head is None:
             tokens = self.token_rows[...][tokens]
         return self._rows("embedding", tokens)
 
@@ -564,13 +538,6 @@ class Llama(nnx.Module):
 
     def _layer_weights(self) -> Parameters:
         return {name: value.get_value() for name, value in self.layers.items()}
-
-
-def scoring_few(config: LlamaConfig, size: int) -> LlamaConfig:
-    """The config of `Llama.drafting_few`: all tokens are taken, and so many are scored."""
-    return dataclasses.replace(
-        config, draft_vocab_size=size, embeds_all=True, tied_embeddings=False
-    )
 
 
 @functools.partial(jax.jit, static_argnames="axes")

@@ -185,6 +185,11 @@ class OpenPair:
         return is_model or self.self_draft is not None
 
     @property
+    def max_context(self) -> int:
+        """Positions that the target was trained on."""
+        return self.target.config.max_context
+
+    @property
     def default_dtype(self) -> Dtype:
         """The weights' type where none is asked for: the fastest here. Starts JAX's backend."""
         is_small = self.target.path == EMBEDDED_PAIR[0]

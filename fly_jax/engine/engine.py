@@ -147,8 +147,9 @@ class Engine:
         self._buckets = self._programs.attention_buckets(length, num_slots)
         self._capacity = self._buckets.steps[-1]
         few = self._programs.has_few_shapes
-        at_once = FEW_SHAPES_PREFILL_TOKENS if few else OFFLINE_PREFILL_TOKENS
-        tokens, longest = at_once if offline else prefill_chunk, self._capacity if few else length
+        tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
+        tokens = min(tokens, FEW_SHAPES_PREFILL_TOKENS) if few else tokens
+        longest, self._prefill_chunk = self._capacity if few else length, prefill_chunk
         plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest)
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
@@ -484,7 +485,7 @@ class Engine:
 
     def _run_prompts(self) -> None:
         prefill, num_run = self._prefill, 0
-        while self._offline or num_run < prefill.plan.tokens or not self.slots.live:
+        while self._offline or num_run < self._prefill_chunk or not self.slots.live:
             if not prefill.group:
                 group = self._next_group()
                 if not group:

@@ -177,18 +177,35 @@ def test_the_listener_hears_every_round_before_its_tokens() -> None:
 
 
 def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
-    monkeypatch: pytest.MonkeyPatch, compilations: Callable[[], list[str]]
+    monkeypatch: pytest.MonkeyPatch,
+    compilations: Callable[[], list[str]],
+    passes: list[tuple[int, int]],
 ) -> None:
     target, draft = models(None, 1)
     prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 90, 160, 240, 330, 422)]
-    made = functools.partial(batch_engine, target, draft, SPECS["exact"], 1)
-    expected = made(max_length=500).generate(prompts, LIMIT)
+    made = functools.partial(batch_engine, target, draft, SPECS["exact"])
+    expected = made(1, max_length=500).generate(prompts, LIMIT)
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)
     for prompt, one in zip(prompts, expected, strict=True):
         compilations()
-        engine = made(max_length=len(prompt) + LIMIT)
+        engine = made(1, max_length=len(prompt) + LIMIT)
         assert engine.generate([prompt], LIMIT)[0].token_ids == one.token_ids
         assert bool(compilations()) == (len(prompt) <= 45)  # chunks of 16 and of 64
+    # A server's too, of which as many are run between two rounds as it is told.
+    engine = made(2, max_length=500, offline=False)
+    first, second = (
+        Request(prompt, most) for prompt, most in ((prompts[0], 200), (prompts[-1], LIMIT))
+    )
+    engine.submit(first)
+    engine.step()
+    passes.clear()
+    state, numbers = engine.submit(second), list[int]()
+    while not state.is_finished:
+        engine.step()
+        numbers.append(len(passes) - sum(numbers))
+    assert state.generation.token_ids == expected[-1].token_ids
+    assert {size for _, size in passes} == {64}
+    assert [one for one in numbers if one] == [4, 3]
     # Several rows waste no more together.
     shared = engine._programs
     capacities = [shared.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]

@@ -412,7 +412,7 @@ def check_chain(
     lookup: Lookup | None = None,
     confidence: float = 0.0,
 ) -> None:
-    """Raises FlyJaxError for drafts that cannot stand so, or say how sure of a token they are."""
+    """Raises FlyJaxError for drafts that cannot stand so, or a confidence that none of them has."""
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
         _check_nothing_below(config, below or lookup)
         if config.head is not None:

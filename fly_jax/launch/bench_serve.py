@@ -93,9 +93,10 @@ async def _first_model(client: Any) -> str:
         reply = await client.get("/v1/models")
         return str(reply.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+        said = str(error).partition("\n")[0]  # httpx adds a line with a link
         raise FlyJaxError(
-            f"{client.base_url} does not say which models it has ({error}); start the server, or "
-            "correct --url, or give --model."
+            f"{client.base_url} does not say which models it has ({said}); start the server, or "
+            "correct --url, or give --api_key or --model."
         ) from error
 
 

@@ -165,7 +165,7 @@ class PlanSpec:
             shared_vocabulary(self.target, draft)
         static = self.rounds.static
         check_chain(self.target, self.drafts, static.lookup, static.draft_confidence)
-        levels = self.rounds.static.level_speculative_tokens
+        levels = static.level_speculative_tokens
         sizes = [("num_speculative_tokens", self.num_speculative_tokens)]
         sizes += [("level_speculative_tokens", one) for one in levels]
         for one, (name, size) in zip(self.drafts, sizes, strict=False):

@@ -32,7 +32,7 @@ def verify(
     draft_logits: Float[Array, "rows draft vocab"] | None = None,
     sampling: Sampling | None = None,
     key: Key[Array, "*#rows"] | None = None,
-    protected: Bool[Array, " vocab"] | None = None,
+    protected: Bool[Array, "... vocab"] | None = None,
     memory: Int32[Array, "pairs 2"] | None = None,
     state: RuleState | None = None,
     layout: Layout | None = None,

@@ -8,16 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 from launch_types import Captured, Decoded, Folders, Patch, Ran, Refused
-from tiny_pair import TEMPLATE, write_pair
+from tiny_pair import TEMPLATE
 
 from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizer import Tokenizer, load_tokenizer
-
-
-@pytest.fixture(scope="session")
-def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")

@@ -368,7 +368,8 @@ def as_api_error(error: Exception) -> ApiError:
         return of_validation(error.errors())
     if isinstance(error, HTTPException):
         said = _SENTENCES.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, said, headers=error.headers)
+        code = "body_too_large" if error.status_code == 413 else None
+        return ApiError(error.status_code, said, code=code, headers=error.headers)
     if isinstance(error, FlyJaxError):
         return invalid(str(error))
     message = "The server has failed in a way that it should not; its log says how."

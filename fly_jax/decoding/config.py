@@ -556,13 +556,6 @@ class RoundStatic:
             )
 
     @property
-    def room(self) -> int:
-        """Positions beyond a row's last token that a round may write to, with its own drafter."""
-        levels = (self.num_speculative_tokens, *self.level_speculative_tokens)
-        looked_up = self.lookup.num_speculative_tokens if self.lookup else 0
-        return sum(levels) + len(levels) + looked_up
-
-    @property
     def reports(self) -> bool:
         """Tells whether rounds report on every token."""
         return self.reports_mismatches or self.audits or self.max_logprobs > 0

@@ -31,9 +31,8 @@ def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, 
         prompt = None if prompt is None else min(prompt, context - 1)
         return fits(dataclasses.replace(spec, context=context, prompt_length=prompt))
 
-    most = min(spec.target.max_context, spec.draft.max_context)
     rows = _largest(lambda rows: fits(dataclasses.replace(spec, rows=rows)), _MOST_ROWS)
-    context = _CONTEXT_STEP * _largest(fits_steps, most // _CONTEXT_STEP)
+    context = _CONTEXT_STEP * _largest(fits_steps, spec.max_context // _CONTEXT_STEP)
     if peak_bytes <= spec.chip.memory_bytes:
         return max(rows, spec.rows), max(context, spec.context), ()
     return rows, context, tuple(_remedies(spec, fits, rows, context))

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.pair import check_chain
-from fly_jax.decoding.programs import attention_steps, cache_capacity
+from fly_jax.decoding.pair import check_chain, checked_drafter
+from fly_jax.decoding.programs import Programs, attention_steps, cache_capacity
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, shared_vocabulary
+from fly_jax.models.architectures import (
+    INT8,
+    LlamaConfig,
+    MatrixType,
+    parameter_specs,
+    shared_vocabulary,
+)
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import check_self_draft
 from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes
 from fly_jax.sharding.chips import Chip
-from fly_jax.sharding.mesh import MeshSpec
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.mesh import MeshSpec, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly, Rule
 
@@ -72,6 +82,28 @@ def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
     """The mesh over no devices: enough to tell how much each would hold."""
     return AbstractMesh(spec.sizes, spec.names, axis_types=(AxisType.Auto,) * len(spec.axes))
+
+
+def abstract_model(
+    config: LlamaConfig,
+    layout: Layout,
+    matrices: MatrixType | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Llama:
+    """A model with shapes for parameters, on devices that need not be there."""
+    parameters = {}
+    for name, one in parameter_specs(config, matrices).items():
+        where = layout.sharding(one.axes, one.shape)
+        parameters[name] = ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
+    return Llama(config, parameters, layout)
+
+
+@functools.cache  # many sizes of one pair are compared
+def _room(configs: tuple[LlamaConfig, ...], static: RoundStatic) -> int:
+    """`Programs.room` of the target and its drafts, wherever they lie."""
+    layout = Layout(abstract_mesh(parse_mesh("1")), RULES["replicated"])
+    target, *drafts = (abstract_model(config, layout) for config in configs)
+    return Programs(target, checked_drafter(target, drafts, static), static, None).room
 
 
 def default_round(num_speculative_tokens: int) -> RoundSpec:
@@ -122,9 +154,10 @@ class PlanSpec:
     @property
     def workload(self) -> Workload:
         """The engine's slots, with cache positions for this context."""
+        room = _room((self.target, *self.drafts), self.rounds.static)
         return Workload(
             rows=self.rows,
-            capacity=cache_capacity(self.context, self.rounds.static.room),
+            capacity=cache_capacity(self.context, room),
             num_speculative_tokens=self.num_speculative_tokens,
             matrices=INT8 if self.int8 else None,
         )
@@ -152,6 +185,12 @@ class PlanSpec:
         """Tokens of each prompt."""
         return self.context - 1 if self.prompt_length is None else self.prompt_length
 
+    @property
+    def max_context(self) -> int:
+        """Tokens that the models take; heads take longer texts than their files state."""
+        models = [self.target, *(one for one in self.drafts if one.head is None)]
+        return min(one.max_context for one in models)
+
     def chunk_plan(self, target: Layout) -> ChunkPlan:
         """The engine's plan of prompts, with the target in this layout."""
         is_whole = bool(target.rules.cache_length)
@@ -174,19 +213,16 @@ class PlanSpec:
                     f"{name} is {size}, and its head drafts at most {one.head.most_tokens} tokens "
                     f"in a block; give {name}={one.head.most_tokens} or less."
                 )
-        if self.below and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
+        if levels and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(
                 f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "
                 f"a level below it gives 1 to {levels[0] + 1} tokens: give a mean in that range."
             )
         check_self_draft(self.self_draft, int8=self.int8)
-        # A head is left out: it takes longer texts than the context that its files state.
-        models = [self.target, *(one for one in self.drafts if one.head is None)]
-        most = min(one.max_context for one in models)
-        if not 2 <= self.context <= most:
+        if not 2 <= self.context <= self.max_context:
             raise FlyJaxError(
-                f"The context is {self.context}; these models take 2 to {most} tokens: give one "
-                "in that range."
+                f"The context is {self.context}; these models take 2 to {self.max_context} tokens: "
+                "give one in that range."
             )
         if not 1 <= self.prefilled < self.context:
             raise FlyJaxError(

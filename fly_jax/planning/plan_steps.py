@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct
 from jax.errors import JaxRuntimeError
 from jax.stages import Traced
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
@@ -26,12 +24,12 @@ from fly_jax.decoding.round import verify_step
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Chunk
-from fly_jax.models.architectures import LlamaConfig, MatrixType, parameter_specs
+from fly_jax.models.architectures import LlamaConfig, MatrixType
 from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.layouts import Layouts, Workload, cache_bytes, held_bytes, parameter_bytes
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
-from fly_jax.planning.plan_spec import PlanSpec
+from fly_jax.planning.plan_spec import PlanSpec, abstract_model
 from fly_jax.planning.roofline import Work, model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.evidence import TargetEvidence, evidence
@@ -328,20 +326,6 @@ def _compiled(
         hlo=hlo,
         compile_seconds=took,
     )
-
-
-def abstract_model(
-    config: LlamaConfig,
-    layout: Layout,
-    matrices: MatrixType | None = None,
-    dtype: DTypeLike = jnp.bfloat16,
-) -> Llama:
-    """A model with shapes for parameters, on devices that need not be there."""
-    parameters = {}
-    for name, one in parameter_specs(config, matrices).items():
-        where = layout.sharding(one.axes, one.shape)
-        parameters[name] = ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
-    return Llama(config, parameters, layout)
 
 
 def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeState:

@@ -132,7 +132,7 @@ def test_a_round_needs_no_more_room_than_it_says() -> None:
     spec = pairs.rounds(12, lookup=Lookup(num_speculative_tokens=3), eos_token_ids=())
     prompts = [[1] * 24, [6, 3], [7, 3]]
     engine = pairs.pair_engine(2, spec, 0.2, max_length=24 + MAX_NEW_TOKENS)
-    assert engine._capacity == 24 + MAX_NEW_TOKENS + spec.static.room
+    assert engine._capacity == 24 + MAX_NEW_TOKENS + engine._programs.room
     rows = engine.generate(prompts, MAX_NEW_TOKENS)
     assert pairs.tokens_of(rows) == pairs.greedy(pairs.random_target(2), prompts)
 

@@ -24,8 +24,8 @@ from fly_jax.models.quantise import SELF_DRAFTS
 from fly_jax.planning import roofline
 from fly_jax.planning.alternatives import SmallerDraft
 from fly_jax.planning.hlo import Exchange
-from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh, default_round
-from fly_jax.planning.plan_steps import abstract_model, abstract_state
+from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh, abstract_model, default_round
+from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.planning.planner import Plan, make_plan, table
 from fly_jax.planning.roofline import Work, mean_accepted, pass_work, roofline_seconds
 from fly_jax.sharding.chips import CHIPS, Chip, chip_of
@@ -111,6 +111,26 @@ def test_prompts_are_run_as_by_the_engine(rules: str, rows: int, prompt_length: 
         assert chunks[-1].start + chunks[-1].size >= spec.prefilled
     held = abstract_state(engine.trace_slots(), [layout, layout]).target
     assert held.capacity == spec.workload.capacity
+
+
+@pytest.mark.parametrize(
+    ("drafts", "k", "context"),
+    [
+        (["llama-3.1-8b"], 25, 8167),
+        (["pard-llama-3.2-1b"], 40, 8112),
+        (["llama-3.1-8b", "pard-llama-3.2-1b"], 25, 8151),
+        (["llama-3.1-8b", "eagle3-llama-3.1-8b"], 25, 8156),
+    ],
+)
+def test_caches_have_the_engines_room(drafts: list[str], k: int, context: int) -> None:
+    """With contexts of which one position less of room would be a step less of capacity."""
+    rounds = default_round(k).with_static(level_speculative_tokens=(8,) * (len(drafts) - 1))
+    draft, *below = map(preset, drafts)
+    given = {"draft": draft, "below": tuple(below), "rounds": rounds, "context": context}
+    spec = dataclasses.replace(SPEC, **given)
+    models = [abstract_model(one, lying("8x8")) for one in (spec.target, *spec.drafts)]
+    engine = spec.engine(models, rounds)
+    assert engine._capacity == spec.workload.capacity
 
 
 def test_every_layout_and_type_of_the_draft_is_timed(plan: Plan) -> None:

@@ -20,7 +20,8 @@ from fly_jax.models.cache import CACHE_AXES
 from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import copies, exchanges
-from fly_jax.planning.plan_steps import abstract_model, abstract_state
+from fly_jax.planning.plan_spec import abstract_model
+from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.sharding.rules import Layout
 
 SIZES = {"vocab_size": 512, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "head_size": 16}

@@ -15,8 +15,7 @@ from rounds import BY_LIBTPU, copied, repeated, round_hlo
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
 from fly_jax.planning.hlo import Copy, Exchange, exchanges
-from fly_jax.planning.plan_spec import slice_mesh
-from fly_jax.planning.plan_steps import abstract_model
+from fly_jax.planning.plan_spec import abstract_model, slice_mesh
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

@@ -1,9 +1,9 @@
 """The time of one pass of a model, as its layers and numbers may lie, against its floor.
 
-    python benchmarks/steps.py [--target MODEL] [--variants int8 --widths 1,5]
+    python benchmarks/steps.py [--target MODEL]
 
 The floor is the pass's matrix products alone. Without --target the models are the embedded pair's.
-With it the results are in results/steps_target.json, or steps_int8_MODEL.json where a variant is.
+With it the results are in results/steps_target.json.
 All variants are timed in turns; the minimum and the median of each are kept. Takes two minutes; run
 nothing else meanwhile.
 """
@@ -22,18 +22,15 @@ import jax.numpy as jnp
 import machine
 from absl import flags
 
-from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
-from fly_jax.models.llama import Llama, Parameters, in_front, matmul, of_integers, turns_layers
+from fly_jax.models.llama import Llama, Parameters, in_front, matmul, turns_layers
 
-_PRODUCTS = ("products alone", "int8 products alone")
-VARIANTS = (*_PRODUCTS, "scan", "one array per layer", "int8")
+PRODUCTS = "products alone"
+VARIANTS = (PRODUCTS, "scan", "one array per layer")
 _TARGET = flags.DEFINE_string("target", None, "a model: folder, GGUF file or hub id")
-_VARIANTS = flags.DEFINE_multi_enum(
-    "variants", ["products alone", "scan", "one array per layer"], VARIANTS, "what is timed"
-)
 _WIDTHS = flags.DEFINE_list("widths", ["1", "8", "12", "16"], "tokens of a pass of the target")
 _TURNS = flags.DEFINE_integer("turns", 15, "how often each variant is timed", lower_bound=1)
 CAPACITY = 192
@@ -43,9 +40,7 @@ DRAFT_WIDTHS = (1, 2, 7)
 
 @functools.cache
 def _model(folder: Path, variant: str) -> Llama:
-    return load_llama(
-        folder, int8=variant.startswith("int8"), unstacked=variant != "scan", weights_cache=None
-    )
+    return load_llama(folder, unstacked=variant != "scan", weights_cache=None)
 
 
 def _passes(folder: Path, width: int, variant: str) -> Callable[[], float]:
@@ -80,21 +75,16 @@ def _products(folder: Path, width: int, variant: str) -> Callable[[], float]:
     """The same of the matrix products alone, each of which waits for the one before it."""
     model = _model(folder, variant)
     parameters, inputs = model.parameters(), _inputs(model.config)
-    turned = turns_layers(model.config, model.dtype, has_integers=model.has_integers)
+    turned = turns_layers(model.config, model.dtype, has_integers=False)
 
     @jax.jit
     def run(parameters: Parameters) -> jax.Array:
         def one(_: int, last: jax.Array) -> jax.Array:
             for name, count in inputs.items():
-                matrices = jax.tree.leaves(parameters[name])
-                scales = jax.tree.leaves(parameters.get(scale_name(name))) or [None] * len(matrices)
-                for matrix, scale in zip(matrices, scales, strict=True):
+                for matrix in jax.tree.leaves(parameters[name]):
                     given = jnp.full((1, width, count), 1.0) + last
-                    rows = matrix.reshape(-1, count)
-                    if scale is not None:
-                        product = of_integers(given, rows, scale.reshape(-1))
-                    elif turned or name in ("embedding", "unembedding"):
-                        product = in_front("bti,oi->bto", given, rows)
+                    if turned or name in ("embedding", "unembedding"):
+                        product = in_front("bti,oi->bto", given, matrix.reshape(-1, count))
                     else:
                         product = matmul("bti,io->bto", given, matrix.reshape(count, -1))
                     last = jnp.max(product) * 1e-9
@@ -131,14 +121,11 @@ def main() -> None:
     if _TARGET.value is not None:
         models = {"target": (resolve(_TARGET.value), widths)}
         result, given = "steps_target", f" --target {_TARGET.value.rpartition('/')[2]}"
-    if "int8" in _VARIANTS.value:
-        result = f"steps_int8_{models['target'][0].stem}"
-    given += "".join(f" --variants '{one}'" for one in _VARIANTS.value)
     variants = {}
     for model, (folder, some) in models.items():
         for width in some:
-            for variant in _VARIANTS.value:
-                made = _products if variant in _PRODUCTS else _passes
+            for variant in VARIANTS:
+                made = _products if variant == PRODUCTS else _passes
                 variants[f"{model}, {width} tokens, {variant}"] = made(folder, width, variant)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(_TURNS.value):

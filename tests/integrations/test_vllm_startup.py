@@ -217,6 +217,14 @@ def test_a_wrong_setting_gets_through_pydantic_as_one_sentence(update: Update) -
         Config()
 
 
+def test_a_wrong_environment_variable_is_named(update: Update, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FLY_JAX_RULE", "flie")
+    monkeypatch.setenv("FLY_JAX_ANY_VERSION", "true")
+    words = r"^In additional_config\['fly_jax'\] or FLY_JAX_RULE or FLY_JAX_ANY_VERSION: rule is"
+    with pytest.raises(StartRefusedError, match=words):
+        update(config())
+
+
 def test_a_lookup_needs_a_draft_model_below_which_it_is(update: Update) -> None:
     with pytest.raises(StartRefusedError, match=r"method is ngram; .*speculative_config"):
         update(config(fly_jax={"any_version": True, "prompt_lookup_max": 4}))

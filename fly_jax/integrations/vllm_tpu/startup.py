@@ -103,7 +103,9 @@ def _in_additional_config() -> Iterator[None]:
     try:
         yield
     except FlyJaxError as error:
-        raise FlyJaxError(f"In additional_config[{KEY!r}]: {error}") from error
+        variables = [one for name in known() if (one := _VARIABLE + name.upper()) in os.environ]
+        where = " or ".join([f"additional_config[{KEY!r}]", *variables])
+        raise FlyJaxError(f"In {where}: {error}") from error
 
 
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:

@@ -374,9 +374,10 @@ def _release(state: DecodeState, row: Int[Array, ""]) -> DecodeState:
     return dataclasses.replace(state, finished=state.finished.at[row].set(True))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("shapes", "size", "attended"), donate_argnames=("state",)
-)
+@functools.partial(  # the unembedding is there too, though not used: plans count what is held
+    jax.jit, static_argnames=("shapes", "size", "attended"), donate_argnames=("state",),
+    keep_unused=True,
+)  # fmt: skip
 def _prefill_chunk(
     shapes: _Shapes,
     size: int,

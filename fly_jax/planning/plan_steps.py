@@ -50,7 +50,8 @@ class Step:
       peak_bytes: most memory at a time, with what the engine holds beside the step.
       argument_bytes: parameters, caches and the like, read or not.
       work: operations and memory traffic, from shapes, and `seconds` their roofline time.
-      copies: of caches and stacks of matrices; None where no compiler was asked.
+      exchanges: from the program; from shapes where no compiler was asked or it does not fit.
+      copies: of caches and stacks of matrices; None where exchanges are from shapes.
       hlo: the program's text; empty where no compiler was asked or it does not fit.
       compile_seconds: that the compiler took; None where it was not asked.
     """
@@ -126,13 +127,25 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
-    models = _models(spec, layouts)
-    target, k, chunks = models[0], spec.num_speculative_tokens, _chunks(spec, layouts)
-    drafted, verified = _drafted(spec, layouts), model_exchanges(*target, k + 1)
-    found = {
+    found, work = _counted_exchanges(spec, layouts), _work(spec, layouts)
+    for name, (held, temporary) in _counted_memory(spec, layouts).items():
+        sent, seconds = tuple(found[name]), _seconds(spec, work[name], found[name])
+        yield Step(name, held + temporary, held, temporary, sent, work[name], seconds)
+
+
+def _counted_exchanges(spec: PlanSpec, layouts: Layouts) -> dict[str, list[Exchange]]:
+    target, *drafts = models = _models(spec, layouts)
+    drafted = [
+        one
+        for model, passes in zip(drafts, spec.draft_passes, strict=True)
+        for width, times in passes.items()
+        for one in _times(model_exchanges(*model, width), times)
+    ]
+    verified = model_exchanges(*target, spec.num_speculative_tokens + 1)
+    return {
         "prefill": [
             one
-            for chunk, times in chunks.items()
+            for chunk, times in _chunks(spec, layouts).items()
             for model in models
             for one in _times(model_exchanges(*_of_rows(model, chunk), chunk.size), times)
         ],
@@ -142,19 +155,6 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
         "verify": verified,
         "autoregressive": model_exchanges(*target, 1),
     }
-    work = _work(spec, layouts)
-    for name, (held, temporary) in _counted_memory(spec, layouts).items():
-        sent, seconds = tuple(found[name]), _seconds(spec, work[name], found[name])
-        yield Step(name, held + temporary, held, temporary, sent, work[name], seconds)
-
-
-def _drafted(spec: PlanSpec, layouts: Layouts) -> list[Exchange]:
-    return [
-        one
-        for model, passes in zip(_models(spec, layouts)[1:], spec.draft_passes, strict=True)
-        for width, times in passes.items()
-        for one in _times(model_exchanges(*model, width), times)
-    ]
 
 
 def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
@@ -293,6 +293,7 @@ def _compiled(
     }
     # A loop that data ends makes a pass for every draft token at the most.
     most, work = spec.num_speculative_tokens, _work(spec, layouts)[name]
+    counted = tuple(_counted_exchanges(spec, layouts)[name])
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()
@@ -301,19 +302,17 @@ def _compiled(
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
             raise
         peak = int(float(needed[1]) * _UNITS[needed[2]]) + beside
-        took, seconds = time.perf_counter() - start, _seconds(spec, work, ())
-        return Step(name, peak, 0, 0, (), work, seconds, (), compile_seconds=took)
+        took, seconds = time.perf_counter() - start, _seconds(spec, work, counted)
+        return Step(name, peak, 0, 0, counted, work, seconds, compile_seconds=took)
     took = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert hlo is not None
     arguments = int(memory.argument_size_in_bytes)
     found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
-    sent = tuple(_times(found, times))
-    if spec.below and name in ("round", "draft"):
-        # The number of runs of a level is data, and not in the program.
-        verified = model_exchanges(*_models(spec, layouts)[0], most + 1) if name == "round" else []
-        sent = (*_drafted(spec, layouts), *verified)
+    # The number of runs of a level is data, and not in the program.
+    has_levels = spec.below and name in ("round", "draft")
+    sent = counted if has_levels else tuple(_times(found, times))
     return Step(
         name=name,
         peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from fly_jax.models.architectures import parameter_specs
+from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
 from fly_jax.planning import roofline
 from fly_jax.planning.alternatives import Drafters, alternatives, weigh_drafters
@@ -68,12 +69,14 @@ class Plan:
         k, rows = self.spec.num_speculative_tokens, self.spec.rows
         busy = verify.work.flops / self.spec.chip.flops / (k + 1)
         # Levels below shorten the draft of any K alike.
-        at_once = self.spec.draft.pard_token is not None
+        head = self.spec.draft.head
+        at_once = self.spec.draft.pard_token is not None or isinstance(head, Block)
         seconds = draft.seconds / (1 if at_once else k), verify.seconds, alone.seconds
         times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
         mean = self.mean_accepted
         acceptance = roofline.acceptance_from(mean, k)
-        best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k)
+        most = head.most_tokens if isinstance(head, Block) else roofline.MOST_DRAFTED
+        best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k, most)
         return {
             "mean_accepted_tokens": mean,
             "tokens_per_second": rows * mean / times.round(k),

@@ -90,6 +90,17 @@ def test_the_readmes_plan_has_every_step_and_lists_what_is_copied() -> None:
         assert all(set(copy) <= keys for copy in step["copies"])
 
 
+def test_a_prefill_that_does_not_fit_counts_all_that_is_held_and_says_what_travels() -> None:
+    """Its program does not use the unembedding, which the engine holds all the same."""
+    small = {"draft": preset("llama-3.2-1b"), "mesh": parse_mesh("2x4"), "context": 512}
+    plan = make_plan(PlanSpec(target=MIDDLE, chip=V5E, **small))
+    (prefill,) = plan.steps
+    parts = ("parameter", "draft_parameter", "cache", "draft_cache", "prefill_cache")
+    assert plan.peak_bytes >= sum(plan.memory()[f"{part}_bytes"] for part in parts)
+    assert (prefill.source, prefill.copies, plan.fits) == ("compiled", None, False)
+    assert "Between chips" in table(plan)
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("verify", K + 1), ("autoregressive", 1)])
 def test_a_layer_of_one_row_exchanges_twice(name: str, tokens: int) -> None:
     found = steps_of("bfloat16")[name].exchanges

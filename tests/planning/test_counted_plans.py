@@ -355,3 +355,15 @@ def test_best_k_is_the_best_of_all_and_a_free_draft_gives_a_block_for_a_pass() -
     assert speed_up == pytest.approx(max(speeds))
     free = roofline.StepTimes(draft_pass=0.0, verify=2.0, autoregressive=2.0)
     assert free.speed_up(9, 10.0) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("draft", ["dflash-qwen-3-8b", "dspark-qwen-3-8b"])
+def test_the_best_k_of_a_block_is_one_that_its_head_drafts_and_costs_one_pass(draft: str) -> None:
+    given = {"target": preset("qwen-3-8b"), "draft": preset(draft), "mesh": parse_mesh("2x2")}
+    plan = planned(**given, context=2048, rounds=default_round(2), mean_accepted_tokens=2.9)
+    speed, most = plan.speed(), preset(draft).head.most_tokens
+    assert speed["best_num_speculative_tokens"] == most
+    # One pass whatever K is: the gain is nearly that of the tokens.
+    acceptance = roofline.acceptance_from(2.9, 2)
+    gain = speed["best_speed_up"] / speed["speed_up"]
+    assert gain == pytest.approx(mean_accepted(acceptance, most) / 2.9, rel=0.05)

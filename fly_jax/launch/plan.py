@@ -131,11 +131,6 @@ def _engine(values: _PlanFlags) -> dict[str, Any]:
         k = largest_depth(config.num_speculative_tokens)
         if not values.gives("rule") and config.fly.window_size >= k:
             config = config.replace(rule="exact")
-    if not config.num_speculative_tokens:
-        raise FlyJaxError(
-            "The rule is autoregressive, which every plan shows beside speculation; give the rule "
-            "that drafts are to be verified with."
-        )
     num_drafts, found = max(len(values.draft), 1), dict[str, Any]()
     if values.serve:
         from fly_jax.serving.http.request_builder import RequestBuilder

@@ -200,6 +200,16 @@ class PlanSpec:
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
+        if self.target.head is not None:
+            raise FlyJaxError(
+                "The target is a head, which is no model of its own; give it as the draft, and the "
+                "model that it was trained for as the target."
+            )
+        if not self.num_speculative_tokens:
+            raise FlyJaxError(
+                "The rule is autoregressive, which every plan shows beside speculation; give the "
+                "rule that drafts are to be verified with."
+            )
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
         static = self.rounds.static
@@ -213,12 +223,17 @@ class PlanSpec:
                     f"{name} is {size}, and its head drafts at most {one.head.most_tokens} tokens "
                     f"in a block; give {name}={one.head.most_tokens} or less."
                 )
-        if levels and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
+        if self.below and levels and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(
                 f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "
                 f"a level below it gives 1 to {levels[0] + 1} tokens: give a mean in that range."
             )
         check_self_draft(self.self_draft, int8=self.int8)
+        if self.self_draft is not None and self.below:
+            raise FlyJaxError(
+                "The target's own matrices were given as its draft, and another draft below them; "
+                "they propose alone: leave one of the two out."
+            )
         if not 2 <= self.context <= self.max_context:
             raise FlyJaxError(
                 f"The context is {self.context}; these models take 2 to {self.max_context} tokens: "
@@ -227,7 +242,7 @@ class PlanSpec:
         if not 1 <= self.prefilled < self.context:
             raise FlyJaxError(
                 f"The prompt has {self.prefilled} tokens in a context of {self.context}; it needs "
-                "at least one, and one less than the context: correct prompt_length."
+                f"1 to {self.context - 1}: correct prompt_length."
             )
         slice_of(self.chip, self.mesh)
         if self.mean_accepted_tokens is not None:

@@ -133,6 +133,10 @@ def test_caches_have_the_engines_room(drafts: list[str], k: int, context: int) -
     assert engine._capacity == spec.workload.capacity
 
 
+def test_a_level_without_a_size_is_refused() -> None:
+    assert_refused("has 0 numbers", planned, below=(TINY,), level_accepted_tokens=2.0)
+
+
 def test_every_layout_and_type_of_the_draft_is_timed(plan: Plan) -> None:
     passes = {(one.rules, one.matrices): one for one in plan.drafters().passes}
     assert set(passes) == {(rules, kind) for rules in RULES for kind in ("bfloat16", "int8")}

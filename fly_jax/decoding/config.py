@@ -145,13 +145,18 @@ class DecodingConfig:
         flag=False,
     )  # fmt: skip
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, /, **given: Any) -> None:
         """Takes the settings by name; FlyJaxError for an unknown one."""
         given = _spelled_out(given)
         rule, given_rule = given.get("rule"), None
         if isinstance(rule, Loose):
             given_rule, given["rule"] = rule, repr(rule)
         elif isinstance(rule, Rule):
+            if rule.support is not None:
+                raise FlyJaxError(
+                    f"rule is {rule}, which cuts the target; give the name of the rule that it "
+                    "cuts to as truncate, with the rule sampled."
+                )
             given["rule"] = "sampled" if given.get("temperature") else "exact"
         known = decoding_parameters()
         check_keys(given, known)
@@ -190,7 +195,8 @@ class DecodingConfig:
                 "The rule sampled needs a temperature above 0 and was given 0; give a temperature, "
                 "or the rule exact for greedy decoding."
             )
-        if "csd" in names and temperature > 0:
+        uses_memory = self.given_rule is not None and self.given_rule.uses_memory
+        if ("csd" in names or uses_memory) and temperature > 0:
             raise FlyJaxError(
                 f"The rule csd is greedy and the temperature is {temperature}; give "
                 "temperature 0, or a rule without csd."
@@ -270,9 +276,11 @@ class DecodingConfig:
 
     def to_truncation(self) -> Loose | None:
         """The rule to whose support the target is cut; None where it is not."""
-        if self.truncate in LOSSLESS_RULES:
+        if self.truncate is None:
+            return None
+        if rule_names(self.truncate, "truncate")[0] in LOSSLESS_RULES:
             raise FlyJaxError(f"truncate is {self.truncate!r}; give a loosened rule, as margin is.")
-        return None if self.truncate is None else self._loosened(self.truncate)
+        return self._loosened(self.truncate)
 
     def _loosened(self, text: str) -> Loose:
         """The rule that an expression names, with this config's parameters."""
@@ -308,7 +316,7 @@ class DecodingConfig:
         parts = (Lookup, Sampling)
         kept = {one.name for part in parts for one in parameters_of(part)} | {
             "num_speculative_tokens", "level_speculative_tokens", "level_margin",
-            "entropy_threshold", "window_size",
+            "draft_confidence", "entropy_threshold", "window_size",
         }  # fmt: skip
         values = {name: value for name, value in given.to_dict().items() if name in kept}
         return *first, *_fitting(DecodingConfig(**values)), given
@@ -349,7 +357,7 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords in which a given `Sampling` or `Lookup` is replaced by its values."""
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if name in ("sampling", "lookup"):
+        if name in ("sampling", "lookup") and isinstance(value, Sampling | Lookup | None):
             found |= {} if value is None else values_of(value)
         else:
             found[name] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,14 +63,15 @@ def check_prompt(
     """
     if isinstance(prompt, CheckedPrompt):
         return prompt
-    if not prompt:
+    if len(prompt) == 0:
         raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")
     if len(prompt) >= config.max_context:
         raise FlyJaxError(
             f"{name} has {len(prompt)} tokens and the model's context is {config.max_context}; at "
             "least one position must be left for new text: shorten the prompt."
         )
-    if not all(0 <= token < config.vocab_size for token in prompt):
+    most = config.vocab_size - 1
+    if not all(isinstance(one, numbers.Integral) and 0 <= one <= most for one in prompt):
         raise FlyJaxError(
             f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
             "tokenise it with the model's own tokenizer."
@@ -143,11 +145,12 @@ class Pair:
             leaves no room for FLy's window.
         """
         is_short = jax.default_backend() == "cpu" and not self.target.is_large
+        most = (4 if is_short else 1) if rounds_per_dispatch is None else rounds_per_dispatch
         return RoundSpec.of(
             self.config(config, **given),
             num_drafts=len(self.drafts),
             eos_token_ids=self.tokenizer.eos_token_ids,
-            rounds_per_dispatch=rounds_per_dispatch or (4 if is_short else 1),
+            rounds_per_dispatch=most,
             audits=audits,
         )
 
@@ -197,10 +200,9 @@ class OpenPair:
 
     def check_drafting(self, config: DecodingConfig) -> None:
         """Raises FlyJaxError for drafts that cannot draft as the config says."""
-        if self.drafter is None and config.drafting.max_speculative_tokens:
-            drafts = [one.config for one in self.drafts]
-            confidence = config.drafting.draft_confidence
-            check_chain(self.target.config, drafts, config.to_lookup(), confidence)
+        if self.drafter is None:
+            static = RoundSpec.of(config, num_drafts=len(self.drafts)).static
+            check_chain(self.target.config, [one.config for one in self.drafts], static)
 
     def encode(
         self, prompt: str | Sequence[Mapping[str, str]], *, name: str = "The prompt"
@@ -371,7 +373,7 @@ def checked_drafter(
 
     Raises:
       FlyJaxError: K is asked for and nothing proposes, too few or many draft models, one of
-        another vocabulary, or a confidence that none of them has.
+        another vocabulary, a confidence that none of them has, or K above a head's block.
     """
     if not static.num_speculative_tokens:
         return None
@@ -398,7 +400,7 @@ def checked_drafter(
                 "model of the target's family."
             )
     configs = [one.config for one in models]
-    check_chain(target.config, configs, static.lookup, static.draft_confidence)
+    check_chain(target.config, configs, static)
     if models and models[-1].config.head is not None:
         *above, head = models
         kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
@@ -407,16 +409,25 @@ def checked_drafter(
 
 
 def check_chain(
-    target: LlamaConfig,
-    drafts: Sequence[LlamaConfig],
-    lookup: Lookup | None = None,
-    confidence: float = 0.0,
+    target: LlamaConfig, drafts: Sequence[LlamaConfig], static: RoundStatic | None = None
 ) -> None:
-    """Raises FlyJaxError for drafts that cannot stand so, or a confidence that none of them has."""
+    """Raises FlyJaxError for drafts that cannot stand so, or cannot draft for these rounds."""
+    static = RoundStatic(0) if static is None else static
+    lookup, confidence = static.lookup, static.draft_confidence
+    # A chosen K may be larger than a block, which is then as long.
+    k = 0 if static.depths else static.num_speculative_tokens
+    sizes = (k, *static.level_speculative_tokens)
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
         _check_nothing_below(config, below or lookup)
         if config.head is not None:
             _check_head(above, config, "target" if above is target else "draft model above it")
+    for level, (config, size) in enumerate(zip(drafts, sizes, strict=False)):
+        if isinstance(config.head, Block) and size > config.head.most_tokens:
+            name = "level_speculative_tokens" if level else "num_speculative_tokens"
+            raise FlyJaxError(
+                f"{name} is {size}, and the head drafts at most {config.head.most_tokens} tokens "
+                f"in a block; give {name}={config.head.most_tokens} or less."
+            )
     blocks = [one.head for one in drafts if isinstance(one.head, Block)]
     if confidence and not any(one.has_confidence for one in blocks):
         raise FlyJaxError(

@@ -81,6 +81,8 @@ def _run(values: _BenchFlags) -> None:
     configs = decodings(values.decode, config, proposes=values.proposes(config))
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     inputs = open_inputs(values, longest)
+    for one in configs.values():
+        inputs.models.check_drafting(one)
     categories = [prompt.category for prompt in inputs.prompts]
     kept = broadcast(_first_of_each(categories, values.each))
     pair = load_models(values, inputs)

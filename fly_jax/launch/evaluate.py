@@ -73,6 +73,8 @@ def main(arguments: Sequence[str]) -> None:
         configs[DRAFT] = config.without_draft().replace(truncate=None)  # which is the target's
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     models, mesh = open_models(values, longest)
+    for one in configs.values():
+        models.check_drafting(one)
     if DRAFT in configs and not models.draft_decodes_alone:
         raise FlyJaxError(
             "evaluate was asked for the decoding draft, and the draft is no model that decodes by "

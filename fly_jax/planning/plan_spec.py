@@ -29,7 +29,6 @@ from fly_jax.models.architectures import (
     parameter_specs,
     shared_vocabulary,
 )
-from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import check_self_draft
@@ -213,16 +212,9 @@ class PlanSpec:
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
         static = self.rounds.static
-        check_chain(self.target, self.drafts, static.lookup, static.draft_confidence)
         levels = static.level_speculative_tokens
-        sizes = [("num_speculative_tokens", self.num_speculative_tokens)]
-        sizes += [("level_speculative_tokens", one) for one in levels]
-        for one, (name, size) in zip(self.drafts, sizes, strict=False):
-            if isinstance(one.head, Block) and size > one.head.most_tokens:
-                raise FlyJaxError(
-                    f"{name} is {size}, and its head drafts at most {one.head.most_tokens} tokens "
-                    f"in a block; give {name}={one.head.most_tokens} or less."
-                )
+        # Where K is chosen, the largest is planned for.
+        check_chain(self.target, self.drafts, dataclasses.replace(static, depths=()))
         if self.below and levels and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(
                 f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "

@@ -19,6 +19,7 @@ from fly_jax.verification.rules import RULES, Budget, Csd, Exact, Fly, Margin
 Values = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"
 MARGIN = {"rule": "margin", "window_size": 3, "risk_budget": 2}
+OF_MARGIN = {"exact": Exact(), "fly": Fly(), "margin": Margin()}
 PUBLISHED: Values = json.loads((CONFIGS / "fly_reference.json").read_text())
 
 
@@ -79,6 +80,7 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
         ({"rule": "sampled"}, 9, {"sampled": Exact(), "fly": Fly()}),
         (MARGIN, 4, {"exact": Exact(), "fly": Fly(window_size=3), "margin": Budget(Margin(), 2)}),
         (MARGIN, 3, {"exact": Exact(), "margin": Budget(Margin(), 2)}),
+        ({"rule": "margin", "draft_confidence": 0.5}, 15, OF_MARGIN),
         ({"boundary": "defer"}, 6, {"exact": Exact(), "fly": Fly()}),
         ({"rule": "exact"}, 4, {"exact": Exact()}),
         ({"rule": "sampled", "truncate": "margin"}, 15, {"sampled": Exact(Margin())}),
@@ -96,6 +98,7 @@ def test_side_by_side(values: Values, k: int, rules: dict[str, object]) -> None:
     for one in found:  # where nothing proposes, too
         assert one.to_sampling() == sampling
         assert one.truncate == one.without_draft().truncate == values.get("truncate")
+        assert one.drafting.draft_confidence == values.get("draft_confidence", 0)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("fly_*")), ids=lambda path: path.stem)
@@ -147,6 +150,11 @@ def test_reference_defaults() -> None:
         ("a.toml", 'entropy_threshold = "low"\n', ["entropy_threshold", "low", "number"]),
         ("a.toml", "num_speculative_tokens = 0\n", ["num_speculative_tokens"]),
         ("a.toml", "temperature = -1\n", ["-1"]),
+        ("a.toml", 'rule = "sampled"\ntruncate = "lucky"\n', ["truncate is 'lucky'", "margin"]),
+        ("a.toml", 'truncate = "exact & margin"\n', ["truncate is 'exact & margin'", "lossless"]),
+        ("a.toml", "[sampling]\ntemperature = 1\n", ["'sampling' is unknown", "temperature"]),
+        ("a.toml", "lookup = true\n", ["'lookup' is unknown", "prompt_lookup_max"]),
+        ("a.toml", "self = 1\n", ["'self' is unknown"]),
         ("a.toml", "rule = \n", ["TOML"]),
         ("a.json", "{", ["JSON"]),
         ("a.json", "[1]", ["object"]),
@@ -204,6 +212,8 @@ def test_parts_may_be_given_as_what_they_are() -> None:
     assert DecodingConfig(rule=Exact()).rule == "exact"
     assert DecodingConfig(rule=Exact(), temperature=1).rule == "sampled"
     assert DecodingConfig(rule=Fly(), risk_budget=3).to_rule() == Budget(Fly(), 3)
+    assert_refused("csd is greedy", DecodingConfig, rule=Fly() & Csd(), temperature=1)
+    assert_refused("as truncate", DecodingConfig, rule=Exact(Margin()), temperature=1)
 
 
 @fly_jax.data_tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -230,6 +231,27 @@ def test_the_budget_pays_for_what_stands() -> None:
         told = zip(logits[len(prompt) - 1 :], row.token_ids, row.why, strict=False)
         gaps = [scores.max() - scores[token] for scores, token, why in told if why.letter == "r"]
         assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
+
+
+def test_a_text_that_ends_in_its_open_window_is_rolled_back() -> None:
+    """Before it has the draft tokens that the window lacks, each of which is accepted."""
+    one, none = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    # 7 is the mismatch, and the block's draft is 8, 9.
+    text = jnp.asarray([[3, 1, 4, 7, 5, 8, 9, 0]], jnp.int32)
+    window = dataclasses.replace(deferral.no_windows(1, 3, False), start=3 * one, remaining=2 * one)
+    window = dataclasses.replace(window, replacement=6 * one)
+    new = deferral.Deferral(none > 0, none, none, none.astype(jnp.float32))
+    kept = jnp.ones((1, 3), bool)
+    for count, left in ((1, [6]), (2, [7, 5, 8, 9])):
+        block = deferral.Emitted(text[:, 5:], jnp.zeros((1, 3), jnp.int8), count * one, None)
+        ended = jnp.asarray([True])
+        found = deferral.close(window, new, none, text, 5 * one, block, 2 * one, kept, ended)
+        assert found.emitted.tokens[0, : len(left)].tolist() == left
+        assert found.emitted.count.tolist() == [len(left)]
+        assert found.length.tolist() == [3 + len(left)]
+        assert found.emitted.rolled_back is not None
+        assert found.emitted.rolled_back.tolist() == [count == 1]
+        assert not found.window.is_open.any()
 
 
 def test_what_cannot_be_deferred() -> None:

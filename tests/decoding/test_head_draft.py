@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,12 +18,13 @@ import random_pairs as pairs
 from golden import layout_on
 from jaxtyping import Array
 from random_pairs import PROMPTS, tokens_of
+from refusals import assert_refused
 
-from fly_jax import Draft, Drafter, Engine, Fly, Generation, Lookup, Terms
+from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
 from fly_jax.decoding.drafters.parallel import ParallelDraft
-from fly_jax.decoding.pair import checked_drafter
+from fly_jax.decoding.pair import OpenPair, checked_drafter
 from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
@@ -361,6 +363,23 @@ def test_a_draft_ends_before_the_first_token_that_is_unsure(name: str) -> None:
         np.testing.assert_array_equal(draft.tokens[0], drafts[0])
         counts.add(expected)
     assert len(counts) > 1
+
+
+def test_no_more_is_asked_of_a_block_than_it_has() -> None:
+    """Unless K is chosen round by round."""
+    target, head = pairs.random_target(PAIR), head_of("dspark")
+    assert built(target, head, 7, depths=(0, 3, 7)).may_fall_short
+    assert not built(target, head, 6).may_fall_short
+    words = "speculative_tokens is 7, and the head drafts at most 6 tokens in a block"
+    assert_refused(f"num_{words}", built, target, head, 7)
+    levels = [pairs.random_draft(PAIR, NOISE), head_of("dspark", NOISE)]
+    assert_refused(f"level_{words}", built, target, levels, 9, level_speculative_tokens=(7,))
+    unread: list[Any] = [SimpleNamespace(config=one.config) for one in (target, head)]
+    opened = OpenPair(unread[0], (unread[1],), is_embedded=False)
+    for fitting in ("exact", "autoregressive"):  # whatever K the other rules would have
+        opened.check_drafting(DecodingConfig(rule=fitting, lossless_speculative_tokens=6))
+    opened.check_drafting(DecodingConfig(num_speculative_tokens="auto"))
+    assert_refused("give num_speculative_tokens=6", opened.check_drafting, DecodingConfig())
 
 
 @pytest.mark.parametrize("unstacked", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from launch_types import Folders, Patch
 from refusals import assert_refused
@@ -39,6 +40,10 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair, tiny_pair: Folders) -> No
     assert_refused("for a single text", generate, pair, "Ada has 3 apples")
     assert_refused("batch_size of at least 1", generate, pair, PROMPTS, batch_size=0)
     assert_refused("outside the model's vocabulary", generate, pair, [[1, 10**6]])
+    for no_ids in ("Ada", [1.5], [1, None]):
+        assert_refused("own tokenizer", chain.check_prompt, no_ids, pair.target.config)
+    assert chain.check_prompt(np.array([1, 2]), pair.target.config) == (1, 2)
+    assert_refused("must be at least 0 and 1", pair.spec, rounds_per_dispatch=0)
     no_expression = r"protect is '\(', which is no regular expression"
     assert_refused(no_expression, Engine.of, pair, rule="exact", protect=["("])
     assert_refused("must be at least 0 and 1", RoundStatic, 0, rounds_per_dispatch=0)

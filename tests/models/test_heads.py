@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_pair import VOCAB_SIZE, write_pair
 
 from fly_jax import Lookup, generate, load_pair
+from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.pair import check_chain
 from fly_jax.models.architectures import config_of
 from fly_jax.models.cache import empty_cache
@@ -137,10 +138,11 @@ def test_a_head_is_of_one_target(head: dict[str, Any], target: dict[str, int], w
 def test_a_head_is_of_the_model_above_it_and_the_last_draft() -> None:
     target, draft, head = dataclasses.replace(OF, embed_size=64), OF, config_of(NAMED)
     check_chain(target, [draft, head])
+    looked_up = RoundStatic(3, Lookup())
     assert_refused("the draft model above it has a width of 64", check_chain, draft, [target, head])
     assert_refused("the target has a width of 64", check_chain, target, [head])
     assert_refused("last --draft", check_chain, draft, [head, draft])
-    assert_refused("prompt_lookup_max", check_chain, draft, [head], Lookup())
+    assert_refused("prompt_lookup_max", check_chain, draft, [head], looked_up)
     fewer = dataclasses.replace(draft, draft_vocab_size=40)
     assert_refused("which has not all tokens", check_chain, target, [fewer, head])
 

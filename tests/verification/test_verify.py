@@ -234,6 +234,7 @@ def test_the_pool_rescues_and_refuses_in_every_way() -> None:
 def test_rows_that_cannot_be_united_are_refused() -> None:
     assert_refused("different entropies", per_row, [Fly(), Fly(entropy="full")])
     assert_refused("array of numbers", per_row, [Margin(gap=np.ones(3, np.float32))])
+    assert_refused("cuts the target", per_row, [Exact()], [Exact(Margin())])
 
 
 def test_a_row_of_temperature_0_is_decoded_greedily() -> None:

@@ -27,7 +27,7 @@ class BlockDraft(HeadDrafter):
     position less than the text. Those of the block are never written.
 
     Attributes:
-      num_speculative_tokens: K; of a head whose block is smaller, drafts are shorter.
+      num_speculative_tokens: K; where it is chosen and a block is smaller, drafts are shorter.
       least_confidence: the draft ends before the first token that is less probable to be accepted,
         to a head that says so.
     """
@@ -36,7 +36,7 @@ class BlockDraft(HeadDrafter):
 
     @property
     def may_fall_short(self) -> bool:  # type: ignore[override]
-        """The confidence may end a draft, and a block may be smaller than K."""
+        """The confidence may end a draft, and a block may be smaller than a chosen K."""
         return self._confides or self._width < self.num_speculative_tokens
 
     @property

@@ -85,8 +85,8 @@ class HeadDraft(HeadDrafter):
     def _width(self) -> int:
         """The slots that the first pass of a draft fills.
 
-        Below a draft model more are missing: the last pass may have given K + 1 tokens, the target
-        one more, and the token at the end was another.
+        Below a draft model more are missing: its last pass may have given K + 1 tokens, the target
+        and then that model one more each, and `keep` has given up the last slot before these.
         """
         return self.num_speculative_tokens + (4 if self.lags else 1)
 

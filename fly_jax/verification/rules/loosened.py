@@ -218,26 +218,26 @@ _Rule = TypeVar("_Rule")
 _LONGEST_TEXT = 256  # so that none is nested too deeply to be read
 
 
-def rule_names(text: str) -> tuple[str, ...]:
-    """The rules that an expression is made of, in its order.
+def rule_names(text: str, parameter: str = "rule") -> tuple[str, ...]:
+    """The rules that an expression, the value of this parameter, is made of, in its order.
 
     FlyJaxError: no expression of rules, an unknown rule, a lossless rule in a combination, or too
     many rules or alternatives.
     """
-    names, num_alternatives = _folded(text, lambda name: _Size((name,), 1))
+    names, num_alternatives = _folded(text, lambda name: _Size((name,), 1), parameter)
     for name in names:
         if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
-                f"rule is {text!r} and there is no rule {name!r}; the rules are "
+                f"{parameter} is {text!r} and there is no rule {name!r}; the rules are "
                 f"{', '.join((*LOSSLESS_RULES, *RULES))}."
             )
         if name in LOSSLESS_RULES and len(names) > 1:
             raise FlyJaxError(
-                f"rule is {text!r}, and {name} is lossless, which nothing can be added to or taken "
-                f"from; combine only {', '.join(RULES)}."
+                f"{parameter} is {text!r}, and {name} is lossless, which nothing can be added to "
+                f"or taken from; combine only {', '.join(RULES)}."
             )
     if len(names) > 1:
-        check_size(f"rule is {text!r}, which", len(names), num_alternatives)
+        check_size(f"{parameter} is {text!r}, which", len(names), num_alternatives)
     return names
 
 
@@ -259,11 +259,11 @@ def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
     return _folded(text, rules.__getitem__)
 
 
-def _folded(text: str, of_name: Callable[[str], _Rule]) -> _Rule:
+def _folded(text: str, of_name: Callable[[str], _Rule], parameter: str = "rule") -> _Rule:
     """The value of an expression, whose operators join the values of its names."""
     no_expression = FlyJaxError(
-        f"rule is {text[:_LONGEST_TEXT]!r}; it must be the name of a rule, or names joined by & "
-        "(what both would keep), | (what either would keep) and parentheses, such as "
+        f"{parameter} is {text[:_LONGEST_TEXT]!r}; it must be the name of a rule, or names joined "
+        "by & (what both would keep), | (what either would keep) and parentheses, such as "
         f"'fly & margin', in at most {_LONGEST_TEXT} characters."
     )
     if len(text) > _LONGEST_TEXT:

@@ -276,8 +276,13 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
       like: rules whose alternatives and limits the program has as well, without rows.
 
     Raises:
-      FlyJaxError: a rule whose numbers are arrays of one for each row.
+      FlyJaxError: a rule whose numbers are arrays of one for each row, or that cuts the target.
     """
+    if any(rule.support is not None for rule in (*rules, *like)):
+        raise FlyJaxError(
+            "per_row was given a rule that cuts the target to a support, which all rows must have "
+            "in common; give that rule to verify alone, for all rows."
+        )
     owned: list[dict[tuple[str, int], Clause]] = []
     for rule in (*rules, *like):
         clauses: dict[tuple[str, int], Clause] = {}

@@ -131,14 +131,30 @@ def of_integers(
     The sums are integers, and so exact: a token's result does not depend on the number of others.
     XLA's CPU compiler is fast with two rows and more.
     """
+    return of_chosen_integers(x, [matrix], [scale], jnp.int32(0), dtype)
+
+
+def of_chosen_integers(
+    x: Float[Array, "rows time *in"],
+    matrices: Sequence[Int8[Array, "*out_in"]],
+    scales: Sequence[Float32[Array, "*out"]],
+    chosen: Index,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "rows time *out"]:
+    """Multiplies as `of_integers` by one of several matrices, which is not copied."""
     tokens = x.shape[0] * x.shape[1]
     flat = x.reshape(tokens, -1).astype(jnp.float32)
     rows = quantize(jnp.pad(flat, ((0, -tokens % 4), (0, 0))), jnp.int8, channelwise_axes=[0])
-    columns = QArray(matrix.reshape(-1, flat.shape[1]), scale.reshape(-1, 1))
-    both = (((1,), (1,)), ((), ()))
-    outputs = dot_general(columns, rows, both, preferred_element_type=jnp.float32)
-    outputs = jax.lax.optimization_barrier(outputs)[:, :tokens]
-    return outputs.T.reshape(*x.shape[:2], *scale.shape).astype(dtype or x.dtype)
+
+    def of(matrix: Array, scale: Array) -> Array:
+        columns = QArray(matrix.reshape(-1, flat.shape[1]), scale.reshape(-1, 1))
+        both = (((1,), (1,)), ((), ()))
+        outputs = dot_general(columns, rows, both, preferred_element_type=jnp.float32)
+        return jax.lax.optimization_barrier(outputs)
+
+    each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
+    outputs = jax.lax.switch(chosen, each)[:, :tokens]
+    return outputs.T.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
 
 
 Product = Callable[[str, Array, str], Array]
@@ -413,13 +429,22 @@ class Llama(nnx.Module):
         return tuple(sorted(range(len(axes)), key=lambda index: axes[index] in spec.inputs))
 
     def _products(
-        self, weights: Parameters, multiply: Matmul | None = None, dtype: DTypeLike | None = None
+        self,
+        weights: Parameters,
+        multiply: Matmul | None = None,
+        dtype: DTypeLike | None = None,
+        layer: Index | None = None,
     ) -> Product:
-        """Products with parameters, by equations for matrices that lie [*in, *out]."""
+        """Products with parameters, by equations for matrices that lie [*in, *out].
+
+        With a `layer` the weights have the integer matrices of all layers.
+        """
         turned = self._turns_layers
 
         def of(equation: str, x: Array, name: str) -> Array:
             matrix, scale = weights[name], weights.get(scale_name(name))
+            if layer is not None:
+                return of_chosen_integers(x, matrix, weights[scale_name(name)], layer, dtype)
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
                 chosen = multiply or functools.partial(matmul, dtype=dtype)
@@ -433,9 +458,14 @@ class Llama(nnx.Module):
         return of
 
     def _layer(
-        self, weights: Parameters, rope: tuple[Array, Array], multiply: Matmul | None = None
+        self,
+        weights: Parameters,
+        rope: tuple[Array, Array],
+        multiply: Matmul | None = None,
+        index: Index | None = None,
     ) -> Layer:
-        return Layer(self.config, weights, rope, self._products(weights, multiply), self._norm)
+        products = self._products(weights, multiply, layer=index)
+        return Layer(self.config, weights, rope, products, self._norm)
 
     def run_layers(
         self,
@@ -453,16 +483,25 @@ class Llama(nnx.Module):
         rope = rotation(self.config, positions)
 
         def layer(x: Array, index: Index, weights: dict[str, Array]) -> tuple[Array, Added]:
-            own = self._layer(weights, self._layer_rope(rope, index), multiply)
+            chosen = index if integers else None
+            own = self._layer(weights | integers, self._layer_rope(rope, index), multiply, chosen)
             normed = self._norm(x, weights["attention_norm"])
             x, added = own.run(x, normed, functools.partial(attend, index))
             return self._constrain(x), added
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
+        integers: Parameters = {}
+        if self._computes_alone:
+            # All but the products is compiled once: attention and norms by loops are most of a
+            # layer's program, and chosen matrices are not copied, as those of a stack would be.
+            matrices = [name for name in weights if scale_name(name) in weights]
+            both = (*matrices, *map(scale_name, matrices))
+            integers = {name: weights.pop(name) for name in both}
+            weights = {name: jnp.stack(arrays) for name, arrays in weights.items()}
         # Kept while the layers run: a scan's stacked output would have all layers.
         kept = (jnp.zeros_like(x),) * len(layers)
         indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        if self.is_unstacked:
+        if self.is_unstacked and not integers:
             layer = jax.jit(layer)  # so that it is traced once, not for each layer
             each: list[Any] = []
             for index in range(self.config.num_layers):

@@ -188,6 +188,31 @@ def test_the_device_keeps_int8() -> None:
     assert memory.temp_size_in_bytes < num_bytes
 
 
+def test_a_cpus_program_has_only_the_products_once_for_each_layer() -> None:
+    """So it is compiled in seconds, and still reads each matrix where it lies."""
+    loops, room = set(), 0
+    for num_layers in (2, 6):
+        config = dataclasses.replace(
+            preset("llama-3.2-1b"), num_layers=num_layers, embed_size=256, ffw_size=1024,
+            vocab_size=512, num_heads=8, num_kv_heads=2, head_size=32,
+        )  # fmt: skip
+        parameters = {
+            name: jnp.zeros(spec.shape, spec.dtype or jnp.float32)
+            for name, spec in parameter_specs(config, INT8).items()
+        }
+        model = Llama(config, parameters).unstacked()
+
+        def run(parameters: dict[str, jax.Array], cache: KVCache, config=config) -> jax.Array:
+            return Llama(config, parameters).hidden(jnp.zeros((2, 3), jnp.int32), cache)[0]
+
+        cache = empty_cache(config, 2, 64, jnp.dtype("float32"))
+        compiled = jax.jit(run).lower(model.parameters(), cache).compile()
+        loops.add(compiled.as_text().count(" while("))
+        room = compiled.memory_analysis().temp_size_in_bytes
+    assert len(loops) == 1
+    assert room < model.parameters()["gate"][0].nbytes
+
+
 def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(monkeypatch: Patch) -> None:
     import qwix.pallas
 

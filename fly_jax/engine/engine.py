@@ -170,28 +170,15 @@ class Engine:
 
     @classmethod
     def of(
-        cls,
-        pair: Pair,
-        config: DecodingConfig | None = None,
-        *,
-        prompts: Sequence[Sequence[int]] | None = None,
-        max_new_tokens: int = 128,
-        num_slots: int = 8,
-        max_length: int | None = None,
-        prefill_chunk: int = 256,
-        rules: Sequence[Rule] = (),
-        audits: bool = False,
-        max_logprobs: int = 0,
-        reports_evidence: bool = False,
-        reports_mismatches: bool = False,
-        load_may_change_text: bool = False,
-        memory: CorrectionMemory | None = None,
-        listener: Listener | None = None,
-        with_texts: bool = True,
-        offline: bool = False,
-        shared_block: int = SHARED_BLOCK,
-        **given: Any,
-    ) -> Self:
+        cls, pair: Pair, config: DecodingConfig | None = None, *,
+        prompts: Sequence[Sequence[int]] | None = None, max_new_tokens: int = 128,
+        num_slots: int = 8, max_length: int | None = None, prefill_chunk: int = 256,
+        rules: Sequence[Rule] = (), audits: bool = False, max_logprobs: int = 0,
+        reports_evidence: bool = False, reports_mismatches: bool = False,
+        load_may_change_text: bool = False, memory: CorrectionMemory | None = None,
+        listener: Listener | None = None, with_texts: bool = True, offline: bool = False,
+        shared_block: int = SHARED_BLOCK, **given: Any,
+    ) -> Self:  # fmt: skip
         """Makes an engine of a pair; see `__init__` and `RoundStatic` for the other arguments.
 
         Args:

@@ -429,12 +429,9 @@ class Llama(nnx.Module):
         return tuple(sorted(range(len(axes)), key=lambda index: axes[index] in spec.inputs))
 
     def _products(
-        self,
-        weights: Parameters,
-        multiply: Matmul | None = None,
-        dtype: DTypeLike | None = None,
+        self, weights: Parameters, multiply: Matmul | None = None, dtype: DTypeLike | None = None,
         layer: Index | None = None,
-    ) -> Product:
+    ) -> Product:  # fmt: skip
         """Products with parameters, by equations for matrices that lie [*in, *out].
 
         With a `layer` the weights have the integer matrices of all layers.
@@ -458,12 +455,9 @@ class Llama(nnx.Module):
         return of
 
     def _layer(
-        self,
-        weights: Parameters,
-        rope: tuple[Array, Array],
-        multiply: Matmul | None = None,
+        self, weights: Parameters, rope: tuple[Array, Array], multiply: Matmul | None = None,
         index: Index | None = None,
-    ) -> Layer:
+    ) -> Layer:  # fmt: skip
         products = self._products(weights, multiply, layer=index)
         return Layer(self.config, weights, rope, products, self._norm)
 

@@ -106,7 +106,7 @@ def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
     if source.config.head is not None:
         if target is None:
             raise FlyJaxError(
-                f"{path} holds an EAGLE-3 head, which is no model of its own; give it as --draft, "
+                f"{path} holds a head, which is no model of its own; give it as --draft, "
                 "and the model that it was trained for as --target."
             )
         return Checkpoint(path, source, target.tokenizer)

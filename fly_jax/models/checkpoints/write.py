@@ -85,7 +85,7 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
         gguf_tokenizer(checkpoint.file, checkpoint.config.eos_token_ids)
     if checkpoint.config.head is not None:
         raise FlyJaxError(
-            f"{source} holds an EAGLE-3 head, which is not converted; give it as it is, as --draft."
+            f"{source} holds a head, which is not converted; give it as it is, as --draft."
         )
     if checkpoint.int8:
         raise FlyJaxError(

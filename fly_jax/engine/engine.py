@@ -253,7 +253,8 @@ class Engine:
         Raises:
           FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
             asked for, an empty stop string, more log-probabilities than the engine was made for,
-            or a rule of a kind that it was not made for or that could rescue nothing with its K.
+            a rule of a kind that it was not made for or that could rescue nothing with its K, or
+            another sampling than that of an offline engine.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
         rule = self._own if request.rule is None else request.rule
@@ -263,6 +264,11 @@ class Engine:
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
                 "not made for; name one of its kind in `rules` when it is made."
+            )
+        if self._offline and request.sampling != self.spec.sampling:
+            raise FlyJaxError(
+                f"A request has sampling={request.sampling} and an offline engine decodes all with "
+                f"its own, {self.spec.sampling}; give that, or make the engine with offline=False."
             )
         # As it was checked, whatever its owner does with the lists.
         ids = request.protected_token_ids
@@ -285,7 +291,7 @@ class Engine:
         request_state.finished = time.perf_counter()
         if request_state in self.waiting:
             self.waiting.remove(request_state)
-        self._prefill.drop(request_state)
+        self._prefill.drop_cancelled()
         self._forget_rounds()
         for slot, occupant in self.slots.live:
             if occupant is request_state:

@@ -208,11 +208,9 @@ class Prefill:
         self._chunks.clear()
         return group
 
-    def drop(self, request: RequestState) -> None:
-        """Forgets a cancelled request, unless other rows of its group go on."""
-        if any(one is not request and not one.is_finished for one, _ in self.group):
-            return
-        if any(one is request for one, _ in self.group):
+    def drop_cancelled(self) -> None:
+        """Ends the group if all of its requests are cancelled; until then their rows go on."""
+        if all(one.is_finished for one, _ in self.group):
             self.end()
 
 

@@ -204,12 +204,10 @@ class RowInputs:
             seated = np.array([one is not None for one in who])
             ends = np.array([one is None or not one.request.ignores_eos for one in who])
             rows = {"seated": programs.put_numbers(seated), "ends": programs.put_numbers(ends)}
+            rows["protected"] = self._protected_of(who)
             if self._like is not None or self._last is None:
-                rule, sampling = self._of_rows(who)
-                rows["rule"] = programs.put_numbers(rule)
-                rows["sampling"] = programs.put_numbers(sampling)
-                rows["protected"] = self._protected_of(who)
-                inputs = RuleInputs(**rows)
+                rule, sampling = map(programs.put_numbers, self._of_rows(who))
+                inputs = RuleInputs(rule, sampling, **rows)
             else:
                 inputs = dataclasses.replace(self._last[1], **rows)
             self._last = (who, inputs)

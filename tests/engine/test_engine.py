@@ -276,6 +276,13 @@ def test_warming_up_again_overwrites_nothing() -> None:
     check_alone(kind, found)
 
 
+def test_requests_to_an_offline_engine_have_protected_tokens_of_their_own() -> None:
+    kind = KINDS["defer"]
+    found = finished(engine_for(kind, offline=True), requests(kind))
+    assert any(one.generation.num_rescued_tokens for one in found)
+    check_alone(kind, found)
+
+
 def test_offline_all_compiles_beforehand(compilations: Callable[[], list[str]]) -> None:
     kind = KINDS["autoregressive"]
     prompts = [[7, 8], *([*range(30), index, *[9] * index] for index in range(5)), [3] * 40]

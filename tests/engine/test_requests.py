@@ -44,6 +44,15 @@ def test_requests_that_are_refused(kind: str) -> None:
         assert engine.is_idle
 
 
+def test_an_offline_engine_refuses_another_sampling_than_its_own() -> None:
+    drawn = Sampling(0.5)
+    for own, other in ((None, drawn), (drawn, None), (drawn, Sampling(0.7))):
+        spec = dataclasses.replace(SPECS["autoregressive"], sampling=own)
+        engine = engine_for(Kind(spec, num_drafts=0), offline=True)
+        assert_refused("decodes all with", engine.submit, Request([1], sampling=other))
+        engine.submit(Request([1], sampling=own))
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "given"),
     [

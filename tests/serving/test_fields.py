@@ -85,6 +85,11 @@ def test_what_changes_the_answer_is_refused(kinds: tuple[Any, ...], given: Any, 
         assert sentence == words if words.endswith(".") else words in sentence
 
 
+def test_an_error_has_at_most_two_thousand_characters() -> None:
+    for number in (1999, 2000, 2001, 9000):
+        assert len(str(ApiError(400, "a" * number))) == min(number, 2000)
+
+
 def test_vllms_names_of_flys_numbers_are_ours() -> None:
     numbers = {"window_size": 2, "entropy_threshold": 0.5, "entropy_top_k": 5}
     theirs = {f"fly_{name}": number for name, number in numbers.items()}

@@ -338,7 +338,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         if len(message) > _LONGEST_ERROR:
-            message = f"{message[:_LONGEST_ERROR]} …"
+            message = f"{message[: _LONGEST_ERROR - 2]} …"
         super().__init__(message)
         self.status, self.headers = status, headers
         detail = ErrorDetail(message=message, type=type, param=param, code=code)

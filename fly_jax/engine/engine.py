@@ -349,7 +349,7 @@ class Engine:
             prompts, self.slots.texts, shares=self._resumes, block=self.slots.block
         )
         lengths = [(len(one.prompt), self._prefill.limit(one)) for one in requests]
-        drawn = {one.sampling is not None for one in requests}
+        drawn = {one.is_drawn for one in requests}
         self._compile(chunks, self._buckets.all(lengths), drawn, lambda _, __: None)
 
     def forget(self) -> None:
@@ -531,7 +531,7 @@ class Engine:
     def _dispatch(self, *, follows: bool) -> Dispatch:
         live, rows = self.slots.live, self.slots.reach
         known = ((one.generation.num_tokens, self._prefill.limit(one.request)) for _, one in live)
-        samples = any(one.request.sampling is not None for _, one in live)
+        samples = any(one.request.is_drawn for _, one in live)
         attended = self._buckets.next_dispatch(known)
         state = self._held().attending(attended)
         if self.costs is not None:

@@ -123,6 +123,11 @@ class Request:
     cache_salt: str = ""
     repeats: bool = True
 
+    @property
+    def is_drawn(self) -> bool:
+        """Tells whether its tokens are drawn; with a temperature of 0 they are not."""
+        return self.sampling is not None and bool(self.sampling.temperature > 0)
+
 
 class RequestState:
     """A request that was submitted.
@@ -170,8 +175,7 @@ class RequestState:
     @property
     def lets_k_vary(self) -> bool:
         """Tells whether K may change: its text stays the same, or another draw is as good."""
-        is_drawn = self.request.sampling is not None
-        return isinstance(self.rule, Exact) and not (is_drawn and self.request.repeats)
+        return isinstance(self.rule, Exact) and not (self.request.is_drawn and self.request.repeats)
 
     def update_from_output(
         self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec
@@ -259,8 +263,7 @@ def check_request(
     request: Request, rule: Rule, static: RoundStatic, max_length: int, *, has_tokenizer: bool
 ) -> None:
     """Raises FlyJaxError for a request, of a checked prompt, that these rounds cannot answer."""
-    length, stop = len(request.prompt), request.stop
-    logprobs, drawn = request.logprobs, request.sampling
+    length, stop, logprobs = len(request.prompt), request.stop, request.logprobs
     if length >= max_length:
         raise FlyJaxError(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
@@ -287,12 +290,12 @@ def check_request(
             f"the engine gives {has}; ask for fewer, or raise max_logprobs (--max_logprobs of the "
             "server)."
         )
-    if rule.uses_memory and drawn is not None and drawn.temperature > 0:
+    if rule.uses_memory and request.is_drawn:
         raise FlyJaxError(
             "A request asks for sampling and for a rule with a memory (csd), which is for greedy "
             "decoding; leave one of the two out."
         )
-    if static.deferred_window and drawn is not None:
+    if static.deferred_window and request.is_drawn:
         raise FlyJaxError(
             "A request asks for sampling and the engine defers windows, which is for greedy"
             " decoding; make it with boundary='reject', or leave sampling out."

@@ -83,8 +83,7 @@ class Slots:
             for slot, one in enumerate(self._last)
             if one is not None and one.request.cache_salt == request.cache_salt
         ]
-        best = max(found, key=lambda prefix: prefix.length, default=Prefix())
-        return best if best.length > 0 else Prefix()
+        return max([Prefix(), *found], key=lambda prefix: prefix.length)
 
     def take(self, request_state: RequestState, prefix: Prefix) -> int:
         """Gives a request the slot whose text it continues, or the stalest of the first few."""
@@ -156,7 +155,7 @@ class Dispatch:
         return [
             slot
             for slot, one in enumerate(self.occupants)
-            if one is not None and not one.is_finished and one.request.sampling is None
+            if one is not None and not one.is_finished and not one.request.is_drawn
         ]
 
 

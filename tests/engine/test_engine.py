@@ -159,7 +159,7 @@ def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     states = [engine.submit(one), engine.submit(other)]
     engine.step()
     engine.cancel(states[0])  # whose rounds are on their way, with the other's
-    states += finished(engine, [one])
+    states += finished(engine, [dataclasses.replace(one, sampling=Sampling(0.0))])  # greedy
     corrected = [state.generation.why.count(Why.CORRECTED) for state in states]
     assert corrected[0] == 0 < corrected[2]
     assert sum(count for *_, count in memory.counts()) == sum(corrected)

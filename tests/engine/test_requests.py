@@ -42,6 +42,8 @@ def test_requests_that_are_refused(kind: str) -> None:
     for words, request in REFUSED[kind].items():
         assert_refused(words, engine.submit, request)
         assert engine.is_idle
+    if kind == "defer":
+        engine.submit(Request([1], sampling=Sampling(0.0)))  # which is greedy
 
 
 def test_an_offline_engine_refuses_another_sampling_than_its_own() -> None:

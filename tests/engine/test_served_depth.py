@@ -79,6 +79,7 @@ def test_a_loosened_or_drawn_request_keeps_its_k_without_leave() -> None:
     drawn = Request([1], sampling=Sampling(0.5))
     for request in (Request([1], rule=FLY), drawn, dataclasses.replace(drawn, rule=FLY)):
         assert not RequestState(request, request.rule or Exact()).lets_k_vary
+    assert RequestState(Request([1], sampling=Sampling(0.0)), Exact()).lets_k_vary
     # Of a drawn request that need not come again another text is as good.
     asked = [dataclasses.replace(drawn, repeats=repeats) for repeats in (False, True)]
     for request, expected in zip(asked, ({0}, {4}), strict=True):

@@ -49,7 +49,7 @@ class ServerLimits:
 
     @property
     def arrival_timeout(self) -> float:
-        """Seconds from the first byte of a request to its last."""
+        """Seconds for a request to arrive, from where `Connection` counts them."""
         return min(self.request_timeout, _LONGEST_ARRIVAL)
 
 

@@ -49,6 +49,27 @@ def test_a_failure_ends_the_server(service: Service, monkeypatch: Patch, fails: 
         ended.result(30)
 
 
+def test_a_failure_while_it_drains_ends_the_server_too(
+    service: Service, monkeypatch: Patch
+) -> None:
+    def step() -> list[Any]:
+        if service.state == "draining":
+            raise RuntimeError("the chip is gone")
+        return []
+
+    monkeypatch.setattr(Stuck, "step", Mock(side_effect=step))
+    url, loop, stop, ended = started(service)
+    until(lambda: service.state == "ready")
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [1, 2]}
+        reply = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        until(lambda: service.num_open == 1)
+        loop.call_soon_threadsafe(stop.set)
+        assert reply.result().status_code == 503
+    with pytest.raises(ServerFailed, match="the chip is gone"):
+        ended.result(30)
+
+
 def test_small_pieces_are_sent_at_once(service: Service, monkeypatch: Patch) -> None:
     """Else a reply of two, and a token after another, waits 40 ms for the client's TCP."""
     found, take = list[int](), Connection.connection_made

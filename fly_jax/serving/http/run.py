@@ -118,6 +118,7 @@ async def serve(
             else:
                 service.state = "draining"
                 _check_answers(serving)
+            if ending.done():  # perhaps while the open requests were waited for
                 try:
                     await ending
                 except FlyJaxError as error:

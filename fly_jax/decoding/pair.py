@@ -70,8 +70,7 @@ def check_prompt(
             f"{name} has {len(prompt)} tokens and the model's context is {config.max_context}; at "
             "least one position must be left for new text: shorten the prompt."
         )
-    most = config.vocab_size - 1
-    if not all(isinstance(one, numbers.Integral) and 0 <= one <= most for one in prompt):
+    if not all(isinstance(x, numbers.Integral) and 0 <= x < config.vocab_size for x in prompt):
         raise FlyJaxError(
             f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
             "tokenise it with the model's own tokenizer."

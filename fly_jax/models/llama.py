@@ -374,9 +374,8 @@ class Llama(nnx.Module):
     def unstacked(self) -> Llama:
         """A model with the same weights, as programs on a CPU take it best if its layers are few.
 
-        It has one array per layer, run one after the other: a scan copies each layer's matrices out
-        of the stack before every product. Its matrices lie as `turns_layers` says.
-        docs/performance.md has the figures.
+        It has one array per layer: a scan over stacks copies each layer's matrices out before every
+        product. Its matrices lie as `turns_layers` says. docs/performance.md has the figures.
         """
         if self.is_unstacked:
             return self

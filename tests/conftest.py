@@ -119,9 +119,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     prefill_chunk = Programs.prefill_chunk
 
-    def running(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
+    def running(
+        self: Programs, state: DecodeState, size: int, *rest: int, **given: bool
+    ) -> DecodeState:
         found.append((len(state.length), size))
-        return prefill_chunk(self, state, size, *rest)
+        return prefill_chunk(self, state, size, *rest, **given)
 
     monkeypatch.setattr(Programs, "prefill_chunk", running)
     return found

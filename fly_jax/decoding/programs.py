@@ -17,6 +17,7 @@ from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_stats, rows_begun
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.model import once
 from fly_jax.decoding.round import RoundProgram
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
 from fly_jax.models.architectures import LlamaConfig
@@ -209,12 +210,18 @@ class Programs:
         return self.put(np.asarray(row, np.int32))
 
     def prefill_chunk(
-        self, state: DecodeState, size: int, start: int, attended: int
+        self, state: DecodeState, size: int, start: int, attended: int, *, drafts: bool = True
     ) -> DecodeState:
-        """Runs `size` more tokens of all rows' prompts, from `start` on; the state is donated."""
-        models = (self._parameters, self._resting)
-        begin = self._index(start)
-        return self._call(_prefill_chunk, self._shapes, size, attended, *models, state, begin)
+        """Runs `size` more tokens of all rows' prompts, from `start` on; the state is donated.
+
+        Without `drafts` a drafter that may lack them (see `Drafter.rests`) is left out.
+        """
+        models, begin = (self._parameters, self._resting), self._index(start)
+        may_rest = self._drafter is not None and self._drafter.rests
+        given = self.put(np.asarray(drafts)) if may_rest else None
+        return self._call(
+            _prefill_chunk, self._shapes, size, attended, *models, state, begin, given
+        )
 
     def run(
         self, state: DecodeState, inputs: RuleInputs, num_rows: int | None = None
@@ -386,8 +393,9 @@ def _prefill_chunk(
     drafter: Drafter | None,
     state: DecodeState,
     start: Int[Array, ""],
+    drafts: Bool[Array, ""] | None,
 ) -> DecodeState:
-    """Runs the prompts' next tokens, from `start` on, through all models."""
+    """Runs the prompts' next tokens, from `start` on, through the target and what `drafts`."""
     state = state.attending(attended)
     rows = state.tokens.shape[0]
     tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, size))
@@ -398,7 +406,14 @@ def _prefill_chunk(
     cache, drafting = cache.written(new, target.layout), state.drafter
     if drafter is not None:
         seen = inputs if drafter.needs_hidden else None
-        drafting = drafter.prefill(drafting, tokens, start, seen)
+        take_in = functools.partial(drafter.prefill, tokens=tokens, start=start, hidden=seen)
+        if drafts is None:
+            drafting = take_in(drafting)
+        else:  # what it has copied of another row may be longer than what they have in common
+            drafting = map_caches(
+                lambda one: one.with_length(jnp.minimum(one.length, start)), drafting
+            )
+            drafting = once(drafts, take_in, drafting)
     state = dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
     return _whole_numbers(shapes.layout, state)
 

@@ -52,6 +52,7 @@ class DepthCosts:
     Attributes:
       depths: what K is chosen from, in ascending order.
       current: K of the last round that was read.
+      latest: K of the last round of so many rows.
       num_rounds: that were read, by K.
     """
 
@@ -59,6 +60,7 @@ class DepthCosts:
         """Begins with nothing known, so that the largest K is taken."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self.current = self.num_speculative_tokens
+        self.latest: dict[int, int] = {}
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._pass_seconds: dict[Program, float] = {}
@@ -133,7 +135,7 @@ class DepthCosts:
         last, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
         for one in rounds:
             self.num_rounds[one.depth] += 1
-            self.current = one.depth
+            self.current = self.latest[program[0]] = one.depth
         if program not in self._seconds or len({one.depth for one in drafted}) != 1:
             return
         at = self.depths.index(drafted[0].depth)
@@ -141,9 +143,10 @@ class DepthCosts:
             seen = np.sum([(one.kept, one.expected) for one in drafted], axis=0)
             self._drafts[:, at] += seen - _FADING * self._drafts[:, at]
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
-        if self._num_passes[at]:
-            self._passes_run += _WEIGHT * (num_passes / self._num_passes[at] - self._passes_run)
-        is_one = len(drafted) == len(rounds) and last == self.current
+        usual = self._num_passes[at] or num_passes
+        if usual and num_passes <= usual:  # others took in what the draft model lacked
+            self._passes_run += _WEIGHT * (num_passes / usual - self._passes_run)
+        is_one = num_passes <= usual and len(drafted) == len(rounds) and last == self.current
         if seconds is not None and is_one:
             before = self._seconds[program][at]
             now = seconds / len(rounds) - self._pass_seconds[program] * num_passes

@@ -483,11 +483,17 @@ class Engine:
                 group = self._next_group()
                 if not group:
                     return
-                prefill.begin(group, self._held())
+                prefill.begin(group, self._held(), drafts=self._drafts_with(len(group)))
             num_tokens, rows = prefill.run()
             num_run += num_tokens
             if rows is not None:  # so that they are in the next rounds
                 self._seat(prefill.end(), rows)
+
+    def _drafts_with(self, number: int) -> bool:
+        """Tells whether rounds that so many more requests join are likely to draft."""
+        used = len(self.slots.live) + number
+        rows = next(step for step in self._row_steps if step >= used)
+        return self.costs is None or self.costs.latest.get(rows, 1) > 0
 
     def _next_group(self) -> list[tuple[RequestState, Prefix]]:
         """The first request that waits, with others whose prompts are run in the same passes."""

@@ -158,6 +158,7 @@ class Prefill:
         self._programs, self._spec = programs, spec
         self._capacity, self._max_length = capacity, max_length
         self._rows: DecodeState | None = None
+        self._drafts = True
         self._chunks: collections.deque[Chunk] = collections.deque()
 
     def limit(self, request: Request) -> int:
@@ -182,9 +183,14 @@ class Prefill:
         rows = Rows(text, lengths, limits, seeds, given)
         return self._programs.begin(rows, positions or self.plan.positions(number))
 
-    def begin(self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState) -> None:
-        """Takes the next prompts, of one kind, without what they share with slots of the state."""
-        self.group, self.begun = list(group), time.perf_counter()
+    def begin(
+        self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState, *, drafts: bool
+    ) -> None:
+        """Takes the next prompts, of one kind, without what they share with slots of the state.
+
+        See `Programs.prefill_chunk` for `drafts`.
+        """
+        self.group, self.begun, self._drafts = list(group), time.perf_counter(), drafts
         number = next(rows for rows in self.plan.rows if rows >= len(group))
         self._rows = self.rows([one for one, _ in group], number)
         for at, (_, prefix) in enumerate(group):
@@ -198,7 +204,7 @@ class Prefill:
         assert self._rows is not None
         chunk = self._chunks.popleft()
         where = chunk.size, chunk.start, chunk.attended
-        self._rows = self._programs.prefill_chunk(self._rows, *where)
+        self._rows = self._programs.prefill_chunk(self._rows, *where, drafts=self._drafts)
         return chunk.rows * chunk.size, None if self._chunks else self._rows
 
     def end(self) -> list[tuple[RequestState, Prefix]]:

@@ -103,6 +103,26 @@ def test_a_loosened_or_drawn_request_keeps_its_k_without_leave() -> None:
     assert beside.generation.token_ids == expected
 
 
+def test_a_prompt_is_run_by_the_draft_model_once_something_is_drafted() -> None:
+    """Where rounds of as many rows draft nothing. It begins as another one, of which it has all."""
+    first, prompt = [*range(46)] * 2, [*range(34), *([40, 3] * 10)]
+    costs = Schedule(itertools.repeat(0))
+    one = engine(costs)
+    finished(one, [Request(first, 2)])
+    (unused,) = finished(one, [Request(prompt, 2)])
+    assert (unused.num_reused, unused.generation.num_draft_passes) == (32, 0)
+    costs.said = itertools.repeat(4)
+    found, again = (finished(one, [Request(prompt, LIMIT)])[0] for _ in range(2))
+    assert (found.num_reused, again.num_reused) == (32, 48)
+    alone = pair_engine(2, AUTO.with_static(depths=()), 0.2, rows=1).generate([prompt], LIMIT)[0]
+    for state in (found, again):
+        one = state.generation
+        assert (one.token_ids, one.kept) == (alone.token_ids, alone.kept)
+    # What it had not seen, and the prompt that it was not given, 16 tokens at a time.
+    passes = [state.generation.num_draft_passes for state in (found, again)]
+    assert (passes[0] - passes[1], passes[1]) == (2, alone.num_draft_passes)
+
+
 @pytest.mark.parametrize("rule", [None, FLY])
 def test_drafting_stops_where_it_does_not_pay_and_begins_again(rule: Fly | None) -> None:
     """For a loosened request where load may change its text."""

@@ -88,6 +88,7 @@ class Drafter(abc.ABC):
       num_speculative_tokens: tokens that it proposes at a time where a draft model asks it.
       num_models: draft models that it runs, those below it included.
       may_fall_short: it may propose fewer tokens than it was asked for.
+      rests: its state may lack any part of the text's end, which `propose` then takes in.
       adapts: a row that wants fewer tokens may save a pass.
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
         the same state.
@@ -102,6 +103,7 @@ class Drafter(abc.ABC):
     num_speculative_tokens: int
     num_models: int = 0
     may_fall_short: bool = False
+    rests: bool = False
     adapts: bool = False
     resumes: bool = False
     # A draft model has not seen the last one, nor the one before it where all its draft was kept.

@@ -122,7 +122,7 @@ class DraftModel(ModelDrafter):
     Attributes:
       margin: nats that a proposal from below may be less probable than the model's own choice.
       lags: it lies below another drafter, and so is asked only now and then.
-      rests: there may be rounds in which it is not asked at all.
+      rests: there may be rounds in which it is not asked at all, and prompts that it is not given.
     """
 
     below: Drafter | None = None
@@ -249,7 +249,7 @@ class _Run:
         )  # fmt: skip
         cache = progress.cache.with_length(held)
         progress = dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + fed)
-        return _once(is_asked, lambda one: self._catch_up(one, width), progress)
+        return once(is_asked, lambda one: self._catch_up(one, width), progress)
 
     def advance(self, progress: _Progress) -> _Progress:
         """Drafts one token, and those from below that the model agrees with."""
@@ -427,7 +427,7 @@ def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width
     return jnp.take_along_axis(text, at, axis=1)
 
 
-def _once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
+def once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
     """Runs the step if `do` holds, as a loop: it works in place, and `lax.cond` copies."""
     return jax.lax.while_loop(
         lambda pending: pending[0],

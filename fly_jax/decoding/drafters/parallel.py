@@ -35,6 +35,11 @@ class ParallelDraft(ModelDrafter):
         return self._width
 
     @property
+    def rests(self) -> bool:  # type: ignore[override]
+        """Tells whether it may lag."""
+        return self.may_lag
+
+    @property
     def resumes(self) -> bool:  # type: ignore[override]
         """Tells whether it never lags: its cache would have less than the text."""
         return not self.may_lag

@@ -104,11 +104,8 @@ class LlamaConfig:
         has_rows = rows is None or 2 <= rows <= self.vocab_size
         few = "the first must be at least 2 and at most the second"
         self._check(has_rows, few, "draft_vocab_size", "vocab_size")
-        if self.num_heads % self.num_kv_heads:
-            raise FlyJaxError(
-                f"The configuration has {self.num_heads} query heads and {self.num_kv_heads} "
-                "key/value heads; the first must be a multiple of the second: correct config.json."
-            )
+        is_whole, whole = self.num_heads % self.num_kv_heads == 0, "the first must be a multiple"
+        self._check(is_whole, f"{whole} of the second", "num_heads", "num_kv_heads")
 
     def _check(self, is_right: bool, needed: str, *names: str) -> None:
         if not is_right:
@@ -328,26 +325,26 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
     Raises:
       FlyJaxError: an unknown family or rotary scaling, or a field that is missing or wrong.
     """
-    head = None
-    named = str(fields.get("architectures"))
-    if head_config.HEADS.search(named) or not head_config.HEAD_FIELDS.isdisjoint(fields):
-        fields, head = head_config.read_head(fields, source)
-    name = fields.get("model_type", "llama")
-    if name not in ARCHITECTURES:
-        raise FlyJaxError(
-            f"{source} describes a model of type '{name}'; fly_jax runs "
-            f"{', '.join(ARCHITECTURES)}: give the folder of such a checkpoint."
-        )
-    architecture = ARCHITECTURES[name]
-    hf = {"max_position_embeddings": 2048, **architecture.defaults, **fields}
-    odd = [field for field in architecture.refused if hf.get(field)]
-    odd += ["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else []
-    if odd:
-        raise FlyJaxError(
-            f"{source} has {odd[0]}={json.dumps(hf[odd[0]])}; fly_jax runs models of type '{name}' "
-            "without biases of this kind and with the activation silu: give the folder of one."
-        )
     try:
+        head = None
+        named = str(fields.get("architectures"))
+        if head_config.HEADS.search(named) or not head_config.HEAD_FIELDS.isdisjoint(fields):
+            fields, head = head_config.read_head(fields, source)
+        name = fields.get("model_type", "llama")
+        if name not in ARCHITECTURES:
+            raise FlyJaxError(
+                f"{source} describes a model of type '{name}'; fly_jax runs "
+                f"{', '.join(ARCHITECTURES)}: give the folder of such a checkpoint."
+            )
+        architecture = ARCHITECTURES[name]
+        hf = {"max_position_embeddings": 2048, **architecture.defaults, **fields}
+        odd = [field for field in architecture.refused if hf.get(field)]
+        odd += ["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else []
+        if odd:
+            raise FlyJaxError(
+                f"{source} has {odd[0]}={json.dumps(hf[odd[0]])}; fly_jax runs models of type "
+                f"'{name}' without such biases and with activation silu: give the folder of one."
+            )
         heads = hf["num_attention_heads"]
         hf["num_key_value_heads"] = hf.get("num_key_value_heads") or heads
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // heads
@@ -356,7 +353,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
         rope = _rope_fields(hf, source)
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
-        scaling = _rope_scaling(rope, sizes["max_context"], source)
+        scaling = _rope_scaling(rope, sizes["max_context"])
         if isinstance(scaling, YarnScaling):  # a Qwen's file still has the context without it
             stretched = int(scaling.factor * scaling.original_context)
             sizes["max_context"] = max(sizes["max_context"], stretched)
@@ -433,8 +430,9 @@ def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
     old, new = (dict(hf.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
     rope = new or old
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    known = {"rope_type", "type", "rope_theta"} | _ROPE_FIELDS.get(kind, set(rope))
-    odd = {"partial_rotary_factor": hf.get("partial_rotary_factor", 1)}
+    known = {"rope_type", "type", "rope_theta"} | _ROPE_FIELDS.get(kind, set())
+    odd: Fields = {} if kind in _ROPE_FIELDS else {"rope_type": kind}
+    odd |= {"partial_rotary_factor": hf.get("partial_rotary_factor", 1)}
     odd |= {name: value for name, value in rope.items() if name not in known}
     if old and new and {*old.items()} - {*new.items()} - {("type", kind)}:
         odd["rope_scaling"] = old
@@ -448,19 +446,12 @@ def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
     return rope
 
 
-def _rope_scaling(
-    rope: Mapping[str, Any], max_context: int, source: str
-) -> RopeScaling | YarnScaling | None:
+def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind == "yarn":
         return _yarn(rope, max_context)
-    if kind != "llama3":
-        raise FlyJaxError(
-            f"{source} asks for rotary scaling '{kind}'; fly_jax knows 'default', 'llama3' and "
-            "'yarn': use a checkpoint with one of these."
-        )
     values: Fields = {own: float(rope[theirs]) for own, theirs in _LLAMA3_SCALING.items()}
     return RopeScaling(**values | {"original_context": int(values["original_context"])})
 

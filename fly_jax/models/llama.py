@@ -401,13 +401,23 @@ class Llama(nnx.Module):
         """A model with the same weights, which lie as in `parameter_specs`, before `unstacked`."""
         if not self.is_unstacked:
             return self
-        parameters = self.parameters()
-        for name, layers in self._layer_weights().items():
-            axes = self._turned_axes(name)
-            back = None if axes is None else np.argsort(axes).tolist()
-            parameters[name] = jnp.stack([_turned(one, back) for one in layers])
-        parameters |= {name: parameters[name].T for name in self._turned_outer}
+        parameters = self.outer_parameters() | {name: self.stack(name) for name in self.layers}
         return Llama(self.config, parameters, self.layout)
+
+    def outer_parameters(self) -> Parameters:
+        """Those outside the layers, as in `parameter_specs`."""
+        turned = self._turned_outer if self.is_unstacked else ()
+        return {name: w.T if name in turned else w for name, w in self._outer_weights().items()}
+
+    def stack(self, name: str, layers: Sequence[int] | None = None) -> Array:
+        """A parameter of the layers, or of some of them, stacked as in `parameter_specs`."""
+        arrays = self.layers[name].get_value()
+        if not self.is_unstacked:
+            return arrays if layers is None else arrays[np.array(layers)]
+        axes = self._turned_axes(name)
+        back = None if axes is None else np.argsort(axes).tolist()
+        some = arrays if layers is None else [arrays[at] for at in layers]
+        return jnp.stack([_turned(one, back) for one in some])
 
     @property
     def _turned_outer(self) -> list[str]:

@@ -82,28 +82,26 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
         scale for each output is fast.
     """
     held = held or matrices
-    config, layout, parameters = target.config, target.layout, target.stacked().parameters()
+    config, layout = target.config, target.layout
     specs = {
         name: ParameterSpec(spec.shape[1:], spec.axes[1:], spec.inputs)
         for name, spec in parameter_specs(config).items()
         if spec.axes[0] == "layers" and spec.inputs
     }
-    pop = parameters.pop
-    stacks = {name: (pop(name), pop(scale_name(name), None)) for name in specs}
-
-    def rounded(stacks: dict[str, tuple[Array, Array | None]]) -> dict[str, Array]:
-        found: dict[str, Array] = {}
-        for name, spec in specs.items():
-            a_layer = functools.partial(_rounded, name, spec, matrices, held)
-            found |= jax.lax.map(a_layer, stacks[name])
-        return found
-
-    wanted = parameter_specs(config, held)
-    shardings = layout and {
-        name: layout.sharding(wanted[name].axes, wanted[name].shape)
-        for name in (*specs, *map(scale_name, specs))
-    }
-    return Llama(config, parameters | jax.jit(rounded, out_shardings=shardings)(stacks), layout)
+    parameters, wanted = target.outer_parameters(), parameter_specs(config, held)
+    rest = {*target.layers} - {*specs} - {*map(scale_name, specs)}
+    parameters |= {name: target.stack(name) for name in sorted(rest)}
+    for name, spec in specs.items():
+        names = (name, scale_name(name))
+        a_layer = functools.partial(_rounded, name, spec, matrices, held)
+        places = layout and {
+            one: layout.sharding(wanted[one].axes, wanted[one].shape) for one in names
+        }
+        rounded = jax.jit(functools.partial(jax.lax.map, a_layer), out_shardings=places)
+        stored = tuple(target.stack(one) if one in target.layers else None for one in names)
+        # No more than one stack is in memory twice.
+        parameters |= jax.block_until_ready(rounded(stored))
+    return Llama(config, parameters, layout)
 
 
 def _rounded(

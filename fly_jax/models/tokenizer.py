@@ -192,17 +192,27 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
       FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
     """
     path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.exists() else {}
+    both = (folder / "special_tokens_map.json", path)  # older files name them in the first alone
+    settings = {key: value for one in both if one.exists() for key, value in read_json(one).items()}
     if config is None and (folder / "config.json").exists():
         config = read_config(folder)
     special = {
-        key: value if isinstance(value, str) else str(value["content"])
+        key: value if isinstance(value, str) else str(value.get("content"))
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
     adds_bos, bos = settings.get("add_bos_token", True), special.get("bos_token")
     vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
+    listed, pad = settings.get("added_tokens_decoder"), special.get("pad_token")
+    for one in listed.values() if isinstance(listed, Mapping) else ():
+        added = str(one.get("content")) if isinstance(one, Mapping) else pad
+        if added != pad and added not in ids:  # padding is never fed
+            raise FlyJaxError(
+                f"{path} adds the token '{added}', which the vocabulary beside it lacks; fly_jax "
+                "takes added tokens from tokenizer.json: write one with transformers' "
+                "AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+            )
     eos = ids.get(special.get("eos_token", ""))
     eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     if config is not None:

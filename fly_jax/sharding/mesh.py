@@ -122,12 +122,11 @@ def create_mesh(spec: MeshSpec) -> Mesh:
         )
     have, also = f"the {processes} processes have", ""
     if processes == 1:
-        have, also = "this machine has", ", or for 1x1"
+        have, also = "this machine has", ", or for 1x1; JAX_PLATFORMS=cpu simulates more"
     if needed != len(devices) and not (also and (kind == "cpu" or needed == 1)):
         raise FlyJaxError(
             f"The mesh {spec} needs {needed} devices and {have} {len(devices)} "
-            f"({devices[0].device_kind}); ask for a mesh whose sizes multiply to "
-            f"{len(devices)}{also}."
+            f"({devices[0].device_kind}); ask for a mesh of {len(devices)}{also}."
         )
     kinds = (AxisType.Auto,) * len(spec.axes)
     return jax.make_mesh(spec.sizes, spec.names, axis_types=kinds, devices=devices[:needed])
@@ -198,7 +197,13 @@ def kept_folder(given: str | Path | None, variable: str, name: str) -> Path | No
     if wanted:
         return Path(wanted).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "fly_jax" / name
+    try:
+        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise FlyJaxError(
+            f"No home folder is known in which to keep {name}; set {variable} to a folder, or off."
+        ) from error
+    return folder / "fly_jax" / name
 
 
 def make_folder(path: Path, what: str, flag: str) -> None:
@@ -214,13 +219,14 @@ def make_folder(path: Path, what: str, flag: str) -> None:
         )
 
 
-def forget_oldest(path: Path, most_bytes: int) -> None:
-    """Removes files that were not read for longest until the others take few enough bytes."""
+def forget_oldest(path: Path, most_bytes: int, names: str = "*") -> None:
+    """Removes files of such names, those not read for longest, until few enough bytes are left."""
     found = []
-    for file in path.iterdir():
+    for file in path.glob(names):
         with contextlib.suppress(FileNotFoundError):  # another command removed it
-            stat = file.stat()
-            found.append((stat.st_atime, stat.st_size, file))
+            if file.is_file():  # JAX keeps a folder of XLA's here, too
+                stat = file.stat()
+                found.append((stat.st_atime, stat.st_size, file))
     kept = 0
     for _, size, file in sorted(found, reverse=True):
         kept += size

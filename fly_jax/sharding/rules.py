@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,18 +61,6 @@ def _caches(name: str, rules: ShardingRules) -> dict[str, ShardingRules]:
 RULES = _caches("tensor", _TENSOR) | _caches("narrow", _NARROW) | {"replicated": ShardingRules()}
 
 
-class NamedShape(Protocol):
-    """A shape whose axes have logical names, such as a `ParameterSpec` of the models."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Size of each axis."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Logical name of each axis."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The placement of arrays on a mesh; hashable, so static under `jit`."""
@@ -113,8 +101,8 @@ class Layout:
         """Tells the compiler, within `jit`, how an intermediate array lies."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-    def fallbacks(self, specs: Mapping[str, NamedShape]) -> list[str]:
-        """Lines on the kinds of dimensions that do not divide as the rules ask."""
+    def fallbacks(self, specs: Mapping[str, Any]) -> list[str]:
+        """Lines on the dimensions that do not divide as the rules ask, of `parameter_specs`."""
         names: dict[str, list[str]] = {}
         for name, spec in specs.items():
             parts = zip(spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True)

@@ -282,14 +282,13 @@ def beginning(
 
 def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
     """The matrices outside the layers, and some layers, in float32 and without scales."""
-    parameters = model.stacked().parameters()
+    own = model.outer_parameters() | {name: model.stack(name, layers) for name in model.layers}
     found: dict[str, np.ndarray] = {}
     for name, spec in parameter_specs(model.config).items():
-        some = np.array(layers) if spec.axes[0] == "layers" else slice(None)
-        found[name] = np.asarray(parameters[name][some], np.float32)
-        if (scale := parameters.get(scale_name(name))) is not None:
+        found[name] = np.array(own[name], np.float32)
+        if (scale := own.get(scale_name(name))) is not None:
             inputs = [axis for axis, which in enumerate(spec.axes) if which in spec.inputs]
-            found[name] *= np.expand_dims(np.asarray(scale[some]), inputs)
+            found[name] *= np.expand_dims(np.asarray(scale), inputs)
     return found
 
 

@@ -133,7 +133,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rotary scaling 'longrope'": LLAMA31 | {"rope_parameters": {"rope_type": "longrope"}},
     "biases": LLAMA31 | {"attention_bias": True},
     "activation": LLAMA31 | {"hidden_act": "gelu"},
-    "4 query heads and 3 key/value heads": LLAMA31 | {"num_key_value_heads": 3},
+    "num_heads=4 and num_kv_heads=3": LLAMA31 | {"num_key_value_heads": 3},
 }
 ROPES: dict[str, dict[str, Any]] = {
     "factor=4": OLD | {"rope_scaling": {"factor": 4.0}},

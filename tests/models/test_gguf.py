@@ -212,11 +212,13 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
     fewer = {name: tensor for name, tensor in tensors.items() if name != "blk.1.ffn_up.weight"}
     narrow = tensors | {"blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"][:64]}
     biased = tensors | {"blk.0.attn_q.bias": np.zeros(256, np.float32)}
+    deeper = tensors | {"blk.9.ffn_up.weight": tensors["blk.0.ffn_up.weight"]}
     for some, kind, family, words in (
         (tensors, "F32", "gemma", "architecture 'gemma'"),
         (fewer, "F32", "llama", r"lacks the tensor blk\.1\.ffn_up\.weight"),
         (narrow, "F32", "llama", r"has shape \[64, 256\]"),
         (biased, "F32", "llama", r"blk\.0\.attn_q\.bias, which .* 'llama'"),
+        (deeper, "F32", "llama", r"blk\.9\.ffn_up\.weight, which"),
         (tensors, "IQ4_NL", "llama", "stored as IQ4_NL"),
     ):
         assert_refused(words, open_weights, write(path, some, kind, architecture=family))

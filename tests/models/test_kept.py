@@ -126,6 +126,7 @@ def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, where: Path)
 
 
 def test_what_was_not_read_longest_goes(checkpoint: Path, where: Path, monkeypatch: Patch) -> None:
+    """Of what is kept: the folder may have other files, which are their owner's."""
     for dtype in ("float32", "bfloat16"):
         unstacked(checkpoint, where, dtype)
     larger, smaller = sorted(where.iterdir(), key=lambda file: -file.stat().st_size)
@@ -135,8 +136,13 @@ def test_what_was_not_read_longest_goes(checkpoint: Path, where: Path, monkeypat
     assert larger.stat().st_atime > 1e9
     os.utime(smaller, (1e9, 1e9))
     monkeypatch.setattr(load, "_MOST_BYTES", larger.stat().st_size + smaller.stat().st_size)
+    others = [where / "model.gguf", where / "folder"]
+    others[0].write_bytes(b"GGUF" * larger.stat().st_size)
+    others[1].mkdir()
+    for other in others:
+        os.utime(other, (1, 1))
     unstacked(checkpoint, where, int8=True)
-    assert larger in where.iterdir()
+    assert {larger, *others} <= {*where.iterdir()}
     assert smaller not in where.iterdir()
 
 

@@ -180,6 +180,33 @@ def test_end_of_text_ids_of_the_model_too(tmp_path: Path) -> None:
     assert 9 in tokenizer.control_token_ids
 
 
+def test_special_tokens_may_have_a_file_of_their_own(tmp_path: Path) -> None:
+    folder = fill(tmp_path, "llama3", chat_template="{{ bos_token }}{{ messages[0].content }}")
+    expected = load_tokenizer(folder).apply_chat_template(turns("x"))
+    settings = folder / "tokenizer_config.json"
+    found = json.loads(settings.read_text())
+    named = {name: found.pop(name) for name in ("bos_token", "eos_token")}
+    settings.write_text(json.dumps(found))
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.apply_chat_template(turns("x")) == expected
+    assert tokenizer.eos_token_ids == (2,)
+
+
+def test_an_added_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path) -> None:
+    """But for one that only pads."""
+    folder = fill(tmp_path, "llama3")
+    settings = folder / "tokenizer_config.json"
+    found = json.loads(settings.read_text())
+    for name in ("<pad>", "<|im_start|>"):
+        added = {"added_tokens_decoder": {"999": {"content": name}}, "pad_token": "<pad>"}
+        settings.write_text(json.dumps(found | added))
+        if name == "<pad>":
+            assert load_tokenizer(folder).eos_token_ids == (2,)
+        else:
+            assert_refused(r"'<\|im_start\|>', which the vocabulary", load_tokenizer, folder)
+
+
 @pytest.mark.parametrize("kind", ["llama2", "llama3"])
 def test_the_post_processor_decides_on_the_begin_of_text(tmp_path: Path, kind: str) -> None:
     """A bos_token by name, or a setting beside the file, adds none; nor is it added twice."""

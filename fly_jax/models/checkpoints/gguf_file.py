@@ -87,18 +87,20 @@ class GgufFile:
 
 def open_gguf(path: Path) -> GgufFile:
     """Reads the header; FlyJaxError for a missing, cut off, unknown or unsupported file."""
-    head = b""
+    is_gguf = False
     try:
         with path.open("rb") as file:
-            head = file.read(8)
+            is_gguf = file.read(4) == _MAGIC
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 found = _Header(data).read(path)
     except OSError as error:
         raise FlyJaxError(
             f"{path} cannot be read ({error.strerror or error}); correct the path."
         ) from error
-    except (ValueError, KeyError, struct.error) as error:
-        raise FlyJaxError(_unreadable(path, head)) from error
+    except (ValueError, LookupError, struct.error) as error:
+        what = "cut off or damaged" if is_gguf else "no GGUF file"
+        told = f"{path} is {what}; correct the path, or download the file again."
+        raise error if isinstance(error, FlyJaxError) else FlyJaxError(told) from error
     for name, tensor in found.tensors.items():
         if tensor.kind.name not in TYPES:
             raise FlyJaxError(
@@ -121,8 +123,12 @@ class _Header:
 
     def read(self, path: Path) -> GgufFile:
         """Reads the whole header."""
-        if self._number(4) not in READER_SUPPORTED_VERSIONS:
-            raise ValueError("It has another version.")
+        if (version := self._number(4)) not in READER_SUPPORTED_VERSIONS:
+            known = " and ".join(map(str, READER_SUPPORTED_VERSIONS))
+            raise FlyJaxError(
+                f"{path} is a GGUF file of version {version}, and the installed gguf package reads "
+                f"{known}; convert the model anew, or upgrade gguf."
+            )
         num_tensors, num_values = self._number(), self._number()
         values: dict[str, Any] = {}
         for _ in range(num_values):
@@ -191,17 +197,3 @@ class _Header:
             found.append(data[at - length : at].decode())
         self._at = at
         return found
-
-
-def _unreadable(path: Path, head: bytes) -> str:
-    """The reason why the library cannot read a file that begins with `head`."""
-    if head[:4] != _MAGIC:
-        return f"{path} is no GGUF file; correct the path, or download the file again."
-    version = int.from_bytes(head[4:], "little")
-    if version not in READER_SUPPORTED_VERSIONS:
-        return (
-            f"{path} is a GGUF file of version {version}, and the installed gguf package reads "
-            f"{' and '.join(map(str, READER_SUPPORTED_VERSIONS))}; convert the model anew, or "
-            "upgrade gguf."
-        )
-    return f"{path} is cut off or damaged; download the file again."

@@ -179,7 +179,7 @@ class GgufSource:
                         "download the file again, or convert the model anew."
                     )
 
-        odd = next((one for one in file.tensors if one.endswith(".bias") and one not in needed), "")
+        odd = next((one for one in file.tensors if one not in {*needed, _ROPE_FACTORS}), "")
         if odd:
             raise FlyJaxError(
                 f"{file.path} has the tensor {odd}, which the original models of type "

@@ -63,7 +63,7 @@ _LARGE_BYTES = 2**20
 _USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
 
 # Version of the kept files' content; a new one makes all of them anew.
-_VERSION = 2
+_VERSION = 3
 # When the files take more than this, those that were not read for longest are removed.
 _MOST_BYTES = 32 * 2**30
 # Smaller weights are made in less time than it takes to look for them.
@@ -454,7 +454,7 @@ class _Kept:
             return None
         finally:
             partial.unlink(missing_ok=True)
-        forget_oldest(file.parent, _MOST_BYTES)
+        forget_oldest(file.parent, _MOST_BYTES, "[0-9a-f]" * 32 + ".*")  # and nobody else's
         return data
 
     def _checked(self, file: Path) -> np.ndarray | None:
@@ -525,10 +525,15 @@ class _Kept:
 
 def _places(config: LlamaConfig, dtype: np.dtype, *, int8: bool) -> dict[str, _Place]:
     """The places of all tensors by their names in the file, one behind the other."""
+    found = [
+        _Place(group, name, tensor_shape(name, spec), spec.dtype or dtype, 0)
+        for group in groups(config)
+        for name, spec in group.specs(config, int8=int8).items()
+    ]
     places: dict[str, _Place] = {}
     end = 0
-    for group in groups(config):
-        for name, spec in group.specs(config, int8=int8).items():
-            place = _Place(group, name, tensor_shape(name, spec), spec.dtype or dtype, end)
-            places[f"{group.name}.{name}"], end = place, place.end
+    # Uneven ones last, so that all others begin where XLA takes them as they lie.
+    for one in sorted(found, key=lambda place: place.end % _ALIGNMENT > 0):
+        place = places[f"{one.group.name}.{one.name}"] = dataclasses.replace(one, begin=end)
+        end = place.end
     return places

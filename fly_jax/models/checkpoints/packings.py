@@ -239,9 +239,11 @@ def read_packing(said: Mapping[str, Any], source: str) -> Packing:
             f"The quantization_config of {source} is not described as expected ({error!r}); "
             "download the file again."
         ) from error
+    named = ("quant_method", "bits", "version", "format", "checkpoint_format")
+    told = json.dumps({name: said[name] for name in named if name in said})[:200]
     raise FlyJaxError(
         f"{source} describes weights that are quantised in a way that fly_jax does not read "
-        f"({_summary(said)}); it reads fp8, fbgemm_fp8, awq (gemm, 4 bits), gptq (2, 4 or 8 bits) "
+        f"({told}); it reads fp8, fbgemm_fp8, awq (gemm, 4 bits), gptq (2, 4 or 8 bits) "
         "and compressed-tensors (float, int or packed integers of 4 or 8 bits): give such a "
         "checkpoint, or the one that this was made from."
     )
@@ -297,10 +299,3 @@ def _positive(size: Any) -> int:
 def _pair(block: Any) -> tuple[int, int]:
     rows, columns = map(_positive, block)
     return rows, columns
-
-
-def _summary(said: Any) -> str:
-    """The method and what else tells ways apart, in few words."""
-    named = ("quant_method", "bits", "version", "format", "checkpoint_format")
-    found = {name: said[name] for name in named if name in said} if isinstance(said, dict) else said
-    return json.dumps(found)[:200]

@@ -50,8 +50,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Files that decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "tokenizer.model", "chat_template.jinja", "model.safetensors.index.json", "model.safetensors",
-    "model-*-of-*.safetensors",
+    "special_tokens_map.json", "tokenizer.model", "chat_template.jinja", "model.safetensors",
+    "model.safetensors.index.json", "model-*-of-*.safetensors",
 ]  # fmt: skip
 
 
@@ -114,26 +114,18 @@ def _download(repository: str, revision: str | None) -> Path:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=_HUB_FILES
         )
-    except errors.GatedRepoError as error:
-        raise FlyJaxError(
-            f"The hub model '{repository}' needs its licence accepted; do so on its page and log "
-            "in with `hf auth login`."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise FlyJaxError(
-            f"The hub model '{repository}' has no revision '{revision}'; give a branch, a tag or a "
-            "commit that its page lists."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise FlyJaxError(
-            f"'{repository}' is neither a folder that exists nor a model on the hub; correct the "
-            "name, or log in with `hf auth login` if the model is private."
-        ) from error
     except Exception as error:  # the hub's HTTP library has errors of its own
-        raise FlyJaxError(
-            f"'{repository}' is no folder that exists, and the hub could not give it "
-            f"({type(error).__name__}); connect to the network, or give a local folder."
-        ) from error
+        told = {
+            errors.GatedRepoError: f"The hub model '{repository}' needs its licence accepted; do "
+            "so on its page and log in with `hf auth login`.",
+            errors.RevisionNotFoundError: f"The hub model '{repository}' has no revision "
+            f"'{revision}'; give a branch, a tag or a commit that its page lists.",
+            errors.RepositoryNotFoundError: f"'{repository}' is neither a folder that exists nor a "
+            "model on the hub; correct the name, or log in with `hf auth login` if it is private.",
+            Exception: f"'{repository}' is no folder that exists, and the hub could not give it "
+            f"({type(error).__name__}); connect to the network, or give a local folder.",
+        }
+        raise FlyJaxError(next(told[kind] for kind in told if isinstance(error, kind))) from error
     return Path(folder)
 
 

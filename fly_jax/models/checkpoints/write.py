@@ -12,6 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -61,8 +62,15 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16, of: str
     if config.head is not None:
         description["speculators_config"]["verifier"]["name_or_path"] = of or None
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file's is its owner's alone
+    partial = folder / f"{WEIGHTS}.partial"
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise FlyJaxError(
+            f"{partial} cannot be written ({error}); make room, or give another folder."
+        ) from error
+    shutil.copymode(folder / "config.json", partial)  # save_file's is its owner's alone
+    partial.replace(folder / WEIGHTS)
 
 
 def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16") -> None:

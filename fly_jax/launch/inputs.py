@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import jax
+from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import CheckedPrompt
@@ -25,7 +26,6 @@ from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFla
 from fly_jax.parameters import parameters_of
 from fly_jax.sharding import processes
 from fly_jax.sharding.mesh import (
-    MeshSpec,
     create_mesh,
     describe,
     enable_compilation_cache,
@@ -68,7 +68,7 @@ class Inputs:
     config: DecodingConfig
     rule: Rule
     models: OpenPair
-    mesh: MeshSpec
+    mesh: Mesh
     prompts: list[Prompt]
     ids: list[CheckedPrompt]
 
@@ -97,15 +97,20 @@ def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
     return config if values.proposes(config) else config.without_draft()
 
 
-def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
-    """Opens the models, with the mesh for them; an error of one process is raised on all."""
-    mesh = parse_mesh(values.mesh)
-    # Before anything below can start a JAX backend.
-    prepare_devices(mesh, processes.num_processes())
+def open_mesh(mesh: str, compilation_cache: str | None = None) -> Mesh:
+    """Makes the mesh, before anything else can start a JAX backend, and keeps what compiles."""
+    spec = parse_mesh(mesh)
+    prepare_devices(spec, processes.num_processes())
     try:
-        enable_compilation_cache(values.compilation_cache)
+        enable_compilation_cache(compilation_cache)
     except FlyJaxError as error:
         say(str(error))
+    return create_mesh(spec)
+
+
+def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, Mesh]:
+    """Opens the models, with the mesh for them; an error of one process is raised on all."""
+    mesh = open_mesh(values.mesh, values.compilation_cache)
 
     from fly_jax.decoding.pair import open_pair
 
@@ -143,7 +148,7 @@ def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
 
 
 def load_opened(
-    values: ModelFlags, config: DecodingConfig, models: OpenPair, mesh: MeshSpec, *, rows: int,
+    values: ModelFlags, config: DecodingConfig, models: OpenPair, mesh: Mesh, *, rows: int,
     longest: int,
 ) -> Pair:  # fmt: skip
     """Reads the weights, laid out for what is to be decoded, and says where they lie."""
@@ -152,18 +157,17 @@ def load_opened(
     from fly_jax.models.layouts import Workload
 
     models.check_drafting(config)
-    devices = create_mesh(mesh)
-    if devices.size > 1:
-        say(describe(devices))
+    if mesh.size > 1:
+        say(describe(mesh))
     longest = min(longest, models.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
     dtype, cache = values.dtype, values.weights_cache
     with waiting("Reading the weights"):
         pair = load_pair(
-            models, mesh=devices, dtype=dtype, workload=workload, weights_cache=cache, say=say
+            models, mesh=mesh, dtype=dtype, workload=workload, weights_cache=cache, say=say
         )
-    on_cpu = devices.devices.flat[0].platform == "cpu"
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     if models.self_draft is not None and pair.target.has_integers and on_cpu:
         say(
             f"On a CPU a pass of {models.self_draft} takes as long as an int8 target's: it shows "

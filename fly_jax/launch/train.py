@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import DTYPES, Flags, ModelFlags, PromptFlags, flag_group
-from fly_jax.launch.inputs import encode_prompts, load_opened, read_prompts, say
+from fly_jax.launch.inputs import encode_prompts, load_opened, open_mesh, read_prompts, say
 from fly_jax.parameters import parameter
-from fly_jax.sharding.mesh import parse_mesh, prepare_devices
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import Dtype
@@ -74,8 +73,7 @@ def _make_head(values: _TrainFlags) -> None:
     if values.prompts_file is None:
         raise FlyJaxError("--teacher was given without prompts to continue; give --prompts_file.")
     prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
-    mesh = parse_mesh(values.mesh)
-    prepare_devices(mesh, 1)
+    mesh = open_mesh(values.mesh)
 
     from fly_jax.decoding.pair import open_pair
     from fly_jax.engine.engine import Engine
@@ -115,6 +113,7 @@ def _make_head(values: _TrainFlags) -> None:
         pair, config, prompts=ids, max_new_tokens=most, num_slots=slots, with_texts=False
     )
     documents = continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
+    del engine  # and its caches
     shape = pair.target.config
     layers = heads.layers_read(shape.num_layers)
     heard = expectations.expected(
@@ -134,6 +133,7 @@ def _make_head(values: _TrainFlags) -> None:
     own, start = heads.beginning(
         values.head, pair.target, known, layers=layers, num_layers=values.num_layers
     )
+    del pair
     recipe = heads.recipe_of(
         values.head,
         own,
@@ -165,12 +165,19 @@ def _claim(directory: Path, wanted: dict[str, object]) -> None:
     """Claims the directory for this run; FlyJaxError if it is another run's."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "answers_to.json"
-    text = json.dumps(wanted, indent=2) + "\n"
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if not file.exists():
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        partial.replace(file)
+    try:
         before = json.loads(file.read_bytes())
-        name = next(name for name, value in wanted.items() if before.get(name) != value)
+        other = next((name for name, value in wanted.items() if before.get(name) != value), None)
+    except (ValueError, AttributeError) as error:
         raise FlyJaxError(
-            f"{directory} holds the answers of a run with another --{name}; give another "
+            f"{file} is damaged; remove it if the run is the same, or give another --directory."
+        ) from error
+    if other is not None:
+        raise FlyJaxError(
+            f"{directory} holds the answers of a run with another --{other}; give another "
             "--directory, or remove that one."
         )
-    file.write_text(text, encoding="utf-8")

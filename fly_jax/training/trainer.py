@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,7 +186,7 @@ def train(
 
     The data are a function of the seed and the step, so an interrupted run continues as if it had
     not been: Ctrl-C loses at most `steps_per_checkpoint` steps. Raises FlyJaxError for a checkpoint
-    beyond the run's last step.
+    beyond the run's last step, or a disk without room for any.
 
     Args:
       batches: what it learns from, from a step on.
@@ -203,7 +204,13 @@ def train(
 
     with _manager(directory, is_measured=measured is not None) as manager:
         state = _restored(manager, recipe, fresh, manager.latest_step())
-        first = int(state.step)
+        first, free = int(state.step), shutil.disk_usage(directory).free
+        needed = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(fresh))  # two are kept
+        if free < needed and not first:
+            raise FlyJaxError(
+                f"The checkpoints need {needed / 1e9:.1f} GB and {directory} has room for "
+                f"{free / 1e9:.1f}; give a --directory on a larger disk."
+            )
         if first:
             logging.info("Continuing after step %d of %d.", first, recipe.last_step)
         rows = batches(first)

@@ -247,6 +247,12 @@ def test_an_interrupted_run_says_how_to_go_on(
     given = f"train --teacher={target} --prompts_file={prompts} --directory={tmp_path}"
     assert main(given.split()) == 130
     assert f"python -m fly_jax.launch {given}" in capsys.readouterr().err
+    claim = tmp_path / "answers_to.json"
+    for content, word in (('{"seed": 1}', "another --teacher"), ("", "is damaged")):
+        claim.write_text(content)
+        assert main(given.split()) == 2
+        assert word in capsys.readouterr().err
+        assert claim.read_text() == content
 
 
 @pytest.mark.parametrize(

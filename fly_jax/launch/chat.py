@@ -139,25 +139,26 @@ class Conversation:
         ids = self._models.encode(asked, name="The conversation")
         most, seed = self._values.max_new_tokens, self._values.seed
         self._view.begin([""])
-        shown: list[int] = []
+        shown, state = list[int](), None
         engine = self._engine(len(ids) + most)
         (request,) = engine.requests([ids], most, seed=seed)
         try:
             with waiting("Compiling"):  # so that no speed has that in it
                 engine.warm_up_for([request])
-            generation = engine.submit(request).generation
+            state = engine.submit(request)
             for _, settled in engine.run(()):
                 shown += settled.token_ids
                 done = settled.finish_reason is not None
                 self._view.push(0, settled.texts, settled.why, done=done)
         except KeyboardInterrupt:
-            for _, going in engine.slots.live:
-                engine.cancel(going)
+            if state is not None:  # which may still be waiting for its prompt
+                engine.cancel(state)
             self._view.push(0, (), (), done=True)
-        if not shown:  # stopped before it began: as if nothing had been asked
+        if state is None or not shown:  # stopped before it began: as if nothing had been asked
             return
         text = self._pair.tokenizer.decode(shown, continues=True)
         self._messages = [*asked, {"role": "assistant", "content": text}]
+        generation = state.generation
         say(
             f"[{len(shown)} tokens, {generation.tokens_per_second:.0f} tokens/s, "
             f"{generation.mean_accepted_tokens:.2f} mean accepted tokens, "

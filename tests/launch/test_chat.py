@@ -19,6 +19,7 @@ from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
+from fly_jax.engine.prefill import Prefill
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.evaluation.problems import is_correct
 from fly_jax.launch import view
@@ -122,6 +123,23 @@ def test_ctrl_c_stops_an_answer(
     assert "Ctrl-D ends the program." in said
     told = tokenizer.decode(submitted[2].request.prompt, skip_special_tokens=False)
     assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
+
+
+@pytest.mark.parametrize("name", ["begin", "run"])
+def test_ctrl_c_while_a_prompt_is_run(talk: Talk, monkeypatch: Patch, name: str) -> None:
+    """As if nothing had been asked."""
+    (whole,), _ = talk("Ada has 3")
+    does, interrupts = getattr(Prefill, name), iter([KeyboardInterrupt])
+
+    def interrupted(*given: object, **named: object) -> object:
+        for error in interrupts:
+            raise error
+        return does(*given, **named)
+
+    monkeypatch.setattr(Prefill, name, interrupted)
+    answers, said = talk("Boris", "/clear", "Ada has 3")
+    assert answers == ["", whole]
+    assert said.count("tokens/s") == 1
 
 
 def test_ctrl_c_while_an_answer_is_prepared(talk: Talk, monkeypatch: Patch) -> None:

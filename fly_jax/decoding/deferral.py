@@ -55,11 +55,9 @@ class OpenWindow:
 def check_deferral(rule: Rule, sampling: Sampling | None) -> None:
     """Raises FlyJaxError for a rule whose windows cannot stay open."""
     if rule.longest_window == 0 or sampling is not None:
-        given = type(rule).__name__
-        if sampling is not None:
-            given += " and a temperature above 0"
+        given = "a temperature above 0" if sampling else "a rule without a window"
         raise FlyJaxError(
-            f"boundary is 'defer' with the rule {given}; windows are deferred in greedy decoding, "
+            f"boundary is 'defer' with {given}; windows are deferred in greedy decoding, "
             "with a rule that has one, such as fly: change the rule or the temperature, or "
             "leave boundary at 'reject'."
         )

@@ -166,9 +166,9 @@ class RequestState:
 
     @property
     def inter_token_seconds(self) -> float | None:
-        """The mean seconds between its tokens; None before the end, or without two tokens."""
+        """The mean seconds between its tokens; None before the end, or where all came at once."""
         later = len(self.generation.token_ids) - 1
-        if self.first_token is None or self.finished is None or later < 1:
+        if self.first_token is None or self.finished in (None, self.first_token) or later < 1:
             return None
         return (self.finished - self.first_token) / later
 

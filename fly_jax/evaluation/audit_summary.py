@@ -174,8 +174,8 @@ def table(summary: Summary, most_pairs: int) -> str:
     if summary.compared:
         lines.append(
             f"beside the target's own text: {summary.texts_differ} of {summary.compared} texts "
-            f"differ, and {summary.answers_differ} final answers of the {summary.answered} texts "
-            "that end within the limit"
+            f"differ; of the {summary.answered} that end within the limit {summary.answers_differ} "
+            "have another final answer"
         )
     else:
         lines.append("the target's own text was not decoded: nothing is known of the answers")
@@ -184,7 +184,7 @@ def table(summary: Summary, most_pairs: int) -> str:
         lines.append(f"windows: {', '.join([*windows, f'{summary.windows_failed} failed'])}")
     if summary.refusals:
         refused = ", ".join(f"{count} by {name}" for name, count in summary.refusals.items())
-        lines.append(f"refused: {refused}")
+        lines.append(f"refused: {refused}".replace("by always", "that no rule may keep"))
     if summary.classes:
         classes = [
             (name, str(one.rescues), str(one.refusals), _shown(one.mean_regret), CLASSES[name])

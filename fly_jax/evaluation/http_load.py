@@ -24,14 +24,14 @@ class ClientReply:
     """A streamed answer as a client saw it; times are in seconds.
 
     Attributes:
-      ttft: from asking to the first text, as `e2el` is to the end.
+      ttft: from asking to the first text, as `e2el` is to the end; None without any.
       itl: between one piece of text and the next.
       num_tokens: of the answer; pieces of text where the server does not say.
       metrics: the server's own of this request, from ours and from vLLM.
     """
 
     text: str = ""
-    ttft: float = 0.0
+    ttft: float | None = None
     itl: list[float] = dataclasses.field(default_factory=list)
     e2el: float = 0.0
     num_tokens: int = 0
@@ -39,8 +39,10 @@ class ClientReply:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds of a token after the first; None for a single token."""
-        return (self.e2el - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        """Seconds of a token after the first; None where all came at once."""
+        if self.ttft is None or not self.itl or self.num_tokens < 2:
+            return None
+        return (self.e2el - self.ttft) / (self.num_tokens - 1)
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> ClientReply:

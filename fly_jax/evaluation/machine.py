@@ -22,7 +22,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": names[0].strip() if names else platform.processor(),
         "simd": next((one for one in ("avx512f", "avx2", "asimd") if f" {one} " in known), ""),
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_cores": len(os.sched_getaffinity(0)) if known else os.cpu_count(),
         "devices": sorted({device.device_kind for device in jax.devices()}),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},

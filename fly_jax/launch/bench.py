@@ -103,20 +103,28 @@ def _run(values: _BenchFlags) -> None:
     )
     if process_id() != 0:
         return
+    print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)
     result = {
         "machine": describe(),
         "target": values.target or "embedded",
         "draft": list(values.draft),
         "dtype": values.dtype or inputs.models.default_dtype,
+        "decoding": unusual(config),
         "prompts": len(kept),
         **sizes,
         "decodings": found.to_dict(),
     }
-    print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)
     if values.json:
         print(json.dumps(result), flush=True)
     if values.picture is not None:
         draw(found, Path(values.picture))
+
+
+def unusual(config: DecodingConfig) -> dict[str, Any]:
+    """The values that are not the defaults, but for the rule and K, which decodings name."""
+    usual, shared = DecodingConfig().to_dict(), {"rule", "num_speculative_tokens"}
+    found = config.to_dict().items()
+    return {key: of for key, of in found if key not in shared and of != usual[key]}
 
 
 def decodings(
@@ -148,11 +156,16 @@ def decodings(
         plain = config.without_draft()
         found = {_name(plain): plain}
     for one in found.values():
-        one.to_rule(), one.to_lookup()
+        one.to_lookup()
+        if one.to_rule().uses_memory and one.limits.memory is not None:
+            raise FlyJaxError(
+                f"memory is {one.limits.memory}, and bench and evaluate begin with an empty one; "
+                "leave it out, or measure the rule with --compare, which reads it."
+            )
         if one.num_speculative_tokens and not proposes:
             raise FlyJaxError(
-                f"bench was asked for the rule {one.rule}, and nothing proposes; give --draft, "
-                "which may be ngram, or --decode autoregressive."
+                f"The rule {one.rule} was asked for, and nothing proposes; give --draft, which may "
+                "be ngram, or --decode autoregressive."
             )
     return found
 
@@ -172,7 +185,7 @@ def _depth(text: str, given: str | None) -> dict[str, Any]:
     if given is None:
         return {}
     depth = given.strip()
-    if depth != "auto" and not depth.isdigit():
+    if depth != "auto" and not depth.isdecimal():
         raise FlyJaxError(
             f"--decode {text} has K {given!r}; give whole numbers or auto, as in exact:2,4,auto."
         )

@@ -38,6 +38,7 @@ class _BenchServeFlags:
     )
     chat: bool = parameter(False, "ask /v1/chat/completions, not /v1/completions")
     prompts_file: str | None = parameter(None, "as for generate; those built in if not given")
+    skip_bad_prompts: bool = parameter(False, "warn of a bad line in the file and go on")
     num_prompts: int = parameter(48, "requests for each number of clients", low=1)
     max_new_tokens: int = parameter(128, "most tokens of an answer", low=1)
     concurrency: str = parameter("1,4,16", "clients at a time, with commas, each measured in turn")
@@ -51,13 +52,19 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("bench serve", _BenchServeFlags).parse(arguments, _HELP)
     try:
-        import httpx as httpx
+        import httpx
     except ImportError as error:
         raise FlyJaxError(
             "bench serve needs httpx, which is not installed; pip install 'fly_jax[bench]'."
         ) from error
     extra, clients = _extra(values.extra_body), _numbers(values.concurrency)
-    asyncio.run(_run(values, clients, extra))
+    try:
+        asyncio.run(_run(values, clients, extra))
+    except (httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
+        raise FlyJaxError(
+            f"--url {values.url} or the key cannot be used ({error}); give an address such as "
+            "http://localhost:8000, and a key in ASCII."
+        ) from error
 
 
 async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str, Any]) -> None:
@@ -66,8 +73,8 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
     from fly_jax.evaluation.http_load import ask, load, table
     from fly_jax.evaluation.machine import describe
 
-    given = values.prompts_file
-    prompts = built_in_prompts() if given is None else read_prompts(given, skip_bad=False)
+    given, skips = values.prompts_file, values.skip_bad_prompts
+    prompts = built_in_prompts() if given is None else read_prompts(given, skip_bad=skips)
     key = values.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     path = "/v1/chat/completions" if values.chat else "/v1/completions"
@@ -102,7 +109,7 @@ async def _first_model(client: Any) -> str:
 
 def _numbers(text: str) -> list[int]:
     numbers = [one.strip() for one in text.split(",")]
-    if not all(one.isdigit() and int(one) for one in numbers):
+    if not all(one.isdecimal() and int(one) for one in numbers):
         raise FlyJaxError(f"--concurrency is {text!r}; give numbers of clients, such as 1,4,16.")
     return [int(one) for one in numbers]
 

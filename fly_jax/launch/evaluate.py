@@ -12,7 +12,7 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.judge import judge
 from fly_jax.evaluation.tasks import DRAFT, TASKS, Item, named_tasks, read_items
-from fly_jax.launch.bench import decodings
+from fly_jax.launch.bench import decodings, unusual
 from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, flag_group
 from fly_jax.launch.inputs import load_opened, open_models, say
 from fly_jax.parameters import parameter
@@ -155,13 +155,10 @@ def _setting(values: _EvaluateFlags, config: DecodingConfig, models: OpenPair) -
     from fly_jax.models.checkpoints.source import identity
 
     named = models.drafter or models.self_draft
-    shared = {"rule", "num_speculative_tokens"}  # which answers name
-    usual = DecodingConfig().to_dict()
-    decoding = {name: value for name, value in config.to_dict().items() if value != usual[name]}
     return {
         "target": identity(models.target.path),
         "draft": named or [identity(one.path) for one in models.drafts],
         "dtype": values.dtype or models.default_dtype,
-        "decoding": {name: of for name, of in decoding.items() if name not in shared},
+        "decoding": unusual(config),
         **{name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "seed")},
     }

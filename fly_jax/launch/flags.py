@@ -81,6 +81,7 @@ class Flags(Generic[_Values]):
     def _add(self, group: str, one: Parameter, default: Any, text: str) -> None:
         flags.DEFINE_flag(_flag(one, default, text), self._flags, module_name=group)
         more = "; may be given several times" if one.kind is tuple else ""
+        more += f"; --no{one.name} to switch it off" if one.default is True else ""
         self._groups.setdefault(group, {})[one.name] = text + more
 
     def _add_decoding(self, without: Sequence[str]) -> None:
@@ -91,6 +92,8 @@ class Flags(Generic[_Values]):
                 if not one.flag or one.name in without:
                     continue
                 differs = shipped.get(one.name) != others.get(one.name)
+                if (usual := others.get(one.name)) is not None:
+                    one = dataclasses.replace(one, default=usual)
                 text = _described(one, shipped[one.name] if differs else None)
                 # The config checks numbers, whoever has given them.
                 self._add(group, dataclasses.replace(one, low=None, high=None), None, text)
@@ -184,9 +187,7 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
 def _described(one: Parameter, shipped: Any) -> str:
     """The help of a parameter, with its default and, as `shipped`, that of our own pair."""
     text = one.help
-    if one.kind is bool and one.default:
-        text = f"{text}; --no{one.name} to switch it off"
-    elif one.default not in (None, ()) or shipped is not None:
+    if one.default is not True and (one.default not in (None, ()) or shipped is not None):
         default = "none" if one.default in (None, ()) else one.default
         text = f"{text}; {default} if not given"
     if shipped is not None:

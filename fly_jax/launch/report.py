@@ -156,9 +156,12 @@ def _speed_rows(
             "over_tuned_exact": one["tokens_per_second"] / max(exact) if exact else None,
             **{key: one[key] for key in ("mean_accepted_tokens", "rescued_per_100_tokens")},
             "quality": {
-                task: {key: of[decoding].get(key) for key in _SHOWN}
-                for other in qualities.values()
+                f"{task} ({source})" if len(qualities) > 1 else task: {
+                    key: of[decoding].get(key) for key in _SHOWN
+                }
+                for source, other in qualities.items()
                 if all(other[key] == found[key] for key in ("target", "draft", "dtype"))
+                and found.get("decoding") in (None, other["setting"].get("decoding"))
                 for task, of in other["tasks"].items()
                 if decoding in of
             },
@@ -189,7 +192,13 @@ def _changed(
     """Yields the items that a decoding lost or gained, with both answers' tokens if there."""
     path = folder / "answers.jsonl"
     lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []
-    answers = {(one["task"], one["item"], one["decoding"]): one for one in map(json.loads, lines)}
+    try:
+        known = map(json.loads, lines)
+        answers = {(one["task"], one["item"], one["decoding"]): one for one in known}
+    except (ValueError, LookupError, TypeError) as error:
+        raise FlyJaxError(
+            f"{path} is damaged ({error!r}); evaluate anew, or move it elsewhere."
+        ) from error
     for task, decodings in tasks.items():
         (base, first), *others = decodings.items()
         for name, one in others:

@@ -38,7 +38,7 @@ def test_help_is_ours_alone(command: str, ran: Ran) -> None:
 def test_help_names_every_flag_of_generate(ran: Ran) -> None:
     """And what the pair that ships with the package is decoded with."""
     shown = " ".join((text := ran("--help").out).split())
-    assert "; fly if not given, margin with the pair that ships with the package --num" in shown
+    assert "; exact if not given, margin with the pair that ships with the package --num" in shown
     assert "; 0.3 if not given, 1.0 with the pair that ships with the package Limits" in shown
     assert r"; none if not given, \d with the pair that ships with the package;" in shown
     flags = set(re.findall(r"  --(\w+)", text))

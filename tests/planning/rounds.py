@@ -41,7 +41,7 @@ KINDS = {
     "lookup": _rounds(_FLY, lookup=Lookup()),
     "levels": _LEVEL.with_static(lookup=Lookup()),
     "head below": _LEVEL,
-    "auto": _rounds(_FLY, depths=(2, 5)),
+    "auto": _rounds(_FLY, depths=(0, 5)),
     "defer": _rounds(_FLY, deferred_window=2),
     "served": _rounds(_FLY),
 }

@@ -98,7 +98,7 @@ def test_no_round_copies_a_cache_or_a_stack(name: str, last: str, rules: str | N
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
     slots, (models, layout) = 8, placed(TINY[:2], rules)
-    engine = engine_of("served", models, slots, context=500)
+    engine = engine_of("served", models, slots, context=500, depths=(0, 5))
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])
     at = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout and layout.sharding((), ()))

@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -38,7 +38,6 @@ from fly_jax.verification.rules import Exact
 STEPS = ("prefill", "insert", "round", "draft", "verify", "autoregressive")
 _NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NONE = Work(0.0, 0.0)
 _Model = tuple[Layout, LlamaConfig, Workload]
 
 
@@ -127,34 +126,54 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
-    found, work = _counted_exchanges(spec, layouts), _work(spec, layouts)
     for name, (held, temporary) in _counted_memory(spec, layouts).items():
-        sent, seconds = tuple(found[name]), _seconds(spec, work[name], found[name])
-        yield Step(name, held + temporary, held, temporary, sent, work[name], seconds)
+        work, sent = _counted(spec, layouts, name)
+        seconds = _seconds(spec, work, sent)
+        yield Step(name, held + temporary, held, temporary, tuple(sent), work, seconds)
 
 
-def _counted_exchanges(spec: PlanSpec, layouts: Layouts) -> dict[str, list[Exchange]]:
+class _Pass(NamedTuple):
+    """A pass over so many tokens of each of the workload's rows, and how often a step makes it."""
+
+    model: _Model
+    tokens: int
+    times: float = 1
+
+
+def _passes(spec: PlanSpec, layouts: Layouts) -> dict[str, list[_Pass]]:
+    """The passes of each step; those of prompts score no vocabulary."""
     target, *drafts = models = _models(spec, layouts)
     drafted = [
-        one
+        _Pass(model, width, times)
         for model, passes in zip(drafts, spec.draft_passes, strict=True)
         for width, times in passes.items()
-        for one in _times(model_exchanges(*model, width), times)
     ]
-    verified = model_exchanges(*target, spec.num_speculative_tokens + 1)
+    verified = [_Pass(target, spec.num_speculative_tokens + 1)]
     return {
         "prefill": [
-            one
+            _Pass(_of_rows(model, chunk), chunk.size, times)
             for chunk, times in _chunks(spec, layouts).items()
             for model in models
-            for one in _times(model_exchanges(*_of_rows(model, chunk), chunk.size), times)
         ],
         "insert": [],
         "round": drafted + verified,
         "draft": drafted,
         "verify": verified,
-        "autoregressive": model_exchanges(*target, 1),
+        "autoregressive": [_Pass(target, 1)],
     }
+
+
+def _counted(spec: PlanSpec, layouts: Layouts, name: str) -> tuple[Work, list[Exchange]]:
+    """The work and the exchanges of a step."""
+    groups = _group_bytes(spec, layouts).items() if name == "insert" else ()
+    # Rows' caches are read, and written where the slots are.
+    copied = 2.0 * sum(num_bytes * times for num_bytes, times in groups)
+    work, sent = Work(0.0, copied), list[Exchange]()
+    given: dict[str, Any] = {"logits": name != "prefill", "vector_memory": spec.chip.vector_memory}
+    for model, tokens, times in _passes(spec, layouts)[name]:
+        work += pass_work(*model, tokens, **given) * times
+        sent += _times(model_exchanges(*model, tokens), times)
+    return work, sent
 
 
 def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
@@ -179,25 +198,17 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
 
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
-    target, *drafts = models = _models(spec, layouts)
-    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
+    models, rows = _models(spec, layouts), prefill_cache_bytes(spec, layouts)
     alone, *each = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
-    drafting = sum(each)
-    both, rows = alone + drafting, prefill_cache_bytes(spec, layouts)
-    widest = max(
-        _temporaries(_of_rows(model, chunk), chunk.size, logits=False)
-        for chunk in chunks
-        for model in models
-    )
-    verifying = _temporaries(target, k + 1)
-    return {
-        "prefill": (both + rows, widest),
-        "insert": (both + rows, 0),
-        "round": (both, verifying),
-        "draft": (drafting, max(map(_temporaries, drafts, map(max, spec.draft_passes)))),
-        "verify": (alone, verifying),
-        "autoregressive": (alone, _temporaries(target, 1)),
-    }
+    both = alone + sum(each)
+    held = {"prefill": both + rows, "insert": both + rows, "round": both, "draft": sum(each)}
+    passes = _passes(spec, layouts)
+    passes["round"] = passes["verify"]
+    found = {}
+    for name, made in passes.items():
+        sizes = (_temporaries(*one[:2], logits=name != "prefill") for one in made)
+        found[name] = held.get(name, alone), max(sizes, default=0)
+    return found
 
 
 def _models(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, ...]:
@@ -227,31 +238,6 @@ def _of_rows(model: _Model, chunk: Chunk) -> _Model:
     return layout, config, of_chunk
 
 
-def _work(spec: PlanSpec, layouts: Layouts) -> dict[str, Work]:
-    target, *drafts = models = _models(spec, layouts)
-    work = functools.partial(pass_work, vector_memory=spec.chip.vector_memory)
-    prefilled = (
-        work(*_of_rows(model, chunk), chunk.size, logits=False) * times
-        for chunk, times in _chunks(spec, layouts).items()
-        for model in models
-    )
-    passes = (
-        work(*model, width) * times
-        for model, passes in zip(drafts, spec.draft_passes, strict=True)
-        for width, times in passes.items()
-    )
-    drafted, verified = sum(passes, _NONE), work(*target, spec.num_speculative_tokens + 1)
-    held = sum(num_bytes * times for num_bytes, times in _group_bytes(spec, layouts).items())
-    return {
-        "prefill": sum(prefilled, _NONE),
-        "insert": Work(0.0, 2.0 * held),  # rows' caches are read, and written where the slots are
-        "round": drafted + verified,
-        "draft": drafted,
-        "verify": verified,
-        "autoregressive": work(*target, 1),
-    }
-
-
 def _seconds(spec: PlanSpec, work: Work, sent: Iterable[Exchange]) -> float:
     return roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes))
 
@@ -260,7 +246,7 @@ def _times(found: Iterable[Exchange], times: float) -> list[Exchange]:
     return [dataclasses.replace(one, count=round(one.count * times)) for one in found]
 
 
-def _temporaries(model: _Model, tokens: int, *, logits: bool = True) -> int:
+def _temporaries(model: _Model, tokens: int, *, logits: bool) -> int:
     """The residual stream twice and an MLP once in float32, one layer's scores, the logits."""
     layout, config, workload = model
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
@@ -292,8 +278,7 @@ def _compiled(
         for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
     }
     # A loop that data ends makes a pass for every draft token at the most.
-    most, work = spec.num_speculative_tokens, _work(spec, layouts)[name]
-    counted = tuple(_counted_exchanges(spec, layouts)[name])
+    most, (work, counted) = spec.num_speculative_tokens, _counted(spec, layouts, name)
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()
@@ -303,7 +288,7 @@ def _compiled(
             raise
         peak = int(float(needed[1]) * _UNITS[needed[2]]) + beside
         took, seconds = time.perf_counter() - start, _seconds(spec, work, counted)
-        return Step(name, peak, 0, 0, counted, work, seconds, compile_seconds=took)
+        return Step(name, peak, 0, 0, tuple(counted), work, seconds, compile_seconds=took)
     took = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
@@ -312,7 +297,7 @@ def _compiled(
     found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
     # The number of runs of a level is data, and not in the program.
     has_levels = spec.below and name in ("round", "draft")
-    sent = counted if has_levels else tuple(_times(found, times))
+    sent = tuple(counted if has_levels else _times(found, times))
     return Step(
         name=name,
         peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,

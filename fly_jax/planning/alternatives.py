@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -40,14 +41,7 @@ def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest number that fits, of 1 to `most`; 0 if none does."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect.bisect(range(1, most + 1), False, key=lambda number: not fits(number))
 
 
 def _remedies(

@@ -36,7 +36,9 @@ def register() -> None:
     @functools.wraps(update)
     def check_and_update_config(vllm_config: Any) -> None:
         update(vllm_config)
-        if _is_wanted(vllm_config):
+        given, speculative = vllm_config.additional_config, vllm_config.speculative_config
+        drafts = speculative is not None and speculative.method == "draft_model"
+        if drafts or "fly_jax" in (given or {}) or "FLY_JAX_RULE" in os.environ:
             from fly_jax.integrations.vllm_tpu.startup import prepare, refuse
 
             try:
@@ -60,12 +62,3 @@ def register() -> None:
     check_and_update_config.by_fly_jax = True  # type: ignore[attr-defined]
     platform.check_and_update_config = staticmethod(check_and_update_config)
     platform.validate_request = staticmethod(validate_request)
-
-
-def _is_wanted(vllm_config: Any) -> bool:
-    speculative = vllm_config.speculative_config
-    return (
-        "fly_jax" in (vllm_config.additional_config or {})
-        or "FLY_JAX_RULE" in os.environ
-        or (speculative is not None and speculative.method == "draft_model")
-    )

@@ -122,14 +122,12 @@ def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
     return 2 * layout.shard_bytes(CACHE_AXES, shape, 2)
 
 
-def pass_seconds(
-    layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip, tokens: int = 1
-) -> float:
-    """The roofline time of one pass: reading all parameters and the cache, then the network."""
+def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip) -> float:
+    """The roofline time of a token: reading all parameters and the cache, then the network."""
     read = parameter_bytes(layout, config, workload.matrices)
     read += cache_bytes(layout, config, workload)
     wide = layout.axes_of("ffw", config.ffw_size)
-    num_bytes = workload.rows * tokens * config.embed_size * 2 // layout.devices(("data",))
+    num_bytes = workload.rows * config.embed_size * 2 // layout.devices(("data",))
     exchanged = [("all-reduce", wide)] * 2
     exchanged += [(kind, ("y",)) for kind in cache_exchanges(layout, config, workload)]
     network = sum(

@@ -1,6 +1,5 @@
 """Acceptance rules: which draft tokens a row keeps, what follows them, and why."""
 
-from fly_jax.verification.rules.conditions import GATE_OFF as GATE_OFF
 from fly_jax.verification.rules.conditions import Clause as Clause
 from fly_jax.verification.rules.conditions import Condition as Condition
 from fly_jax.verification.rules.conditions import RuleState as RuleState

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BaseModel
 
 from fly_jax.decoding.reports import TokenLogprobs, TokenReport
@@ -127,22 +128,15 @@ class RequestMetrics(BaseModel):
     @classmethod
     def of(cls, states: Sequence[RequestState], num_speculative_tokens: int) -> RequestMetrics:
         """Measures answers that are done, whose rounds draft K tokens."""
-        firsts, decodes, waits, ends = [], [], [], []
-        for one in states:
-            assert one.seated is not None
-            assert one.first_token is not None
-            assert one.finished is not None
-            waits.append(one.seated - one.submitted)
-            firsts.append(one.first_token - one.submitted)
-            decodes.append(one.finished - one.first_token)
-            ends.append(one.finished)
+        moments = [(one.submitted, one.seated, one.first_token, one.finished) for one in states]
+        arrived, seated, first, finished = np.array(moments, float).T
         per_token = [seconds for one in states if (seconds := one.inter_token_seconds) is not None]
-        seconds = max(ends) - min(one.submitted for one in states)
+        seconds = finished.max() - arrived.min()
         number = sum(len(one.generation.token_ids) for one in states)
         return cls(
-            time_to_first_token_ms=1e3 * max(firsts),
-            generation_time_ms=1e3 * max(decodes),
-            queue_time_ms=1e3 * max(waits),
+            time_to_first_token_ms=1e3 * (first - arrived).max(),
+            generation_time_ms=1e3 * (finished - first).max(),
+            queue_time_ms=1e3 * (seated - arrived).max(),
             mean_itl_ms=1e3 * max(per_token) if per_token else None,
             tokens_per_second=number / max(seconds, 1e-9),
             speculative_decoding=SpeculativeDecoding.of(

@@ -204,25 +204,14 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             # 3) Each pass gives the looked-up tokens that the model would draft, and one more.
             return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
         # 2) One token after the other.
-        where = {"query_start_loc": starts, "request_distribution": distribution}
-        one_each = dataclasses.replace(metadata, **where)
-        return self._one_by_one(caches, leaves, one_each, positions, first)
-
-    def _one_by_one(
-        self,
-        caches: Caches,
-        leaves: Any,
-        metadata: Any,
-        positions: Int32[Array, " requests"],
-        first: Int32[Array, " requests"],
-    ) -> Drafted:
+        one_each = {"query_start_loc": starts, "request_distribution": distribution}
         most = self.runner.max_model_len
 
         def step(carry: Any, index: Array) -> tuple[Any, Array]:
             caches, token = carry
             at = jnp.minimum(positions + 1 + index, most - 1)
             lengths = jnp.minimum(metadata.seq_lens + 1 + index, most)
-            here = dataclasses.replace(metadata, input_positions=at, seq_lens=lengths)
+            here = dataclasses.replace(metadata, input_positions=at, seq_lens=lengths, **one_each)
             caches, hidden = self._passed(caches, leaves, token, here)
             token = self._greedy(leaves, hidden)
             return (caches, token), token

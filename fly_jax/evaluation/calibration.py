@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -82,26 +83,19 @@ def begin_memory(
     looks at the file; its FlyJaxError is raised on all.
     """
     run = hashlib.sha256(json.dumps([list(map(list, prompts)), *settings]).encode()).hexdigest()
-    memory, done = CorrectionMemory(vocabulary), 0
+    memory, found, done = CorrectionMemory(vocabulary), None, 0
     with joint_errors():
         if process_id() == 0 and path.exists():
-            memory, done = _begun(path, vocabulary, run)
+            memory = load_memory(path, vocabulary)
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                note = json.loads(memory.note)
+                found, done = note["run"], int(note.get("done", 0))
+            if found != run:
+                raise FlyJaxError(
+                    f"{path} holds the counts of another run (other prompts, models or sizes); "
+                    "give another file to fill, or delete this one."
+                )
         elif process_id() == 0:
             memory.note = json.dumps({"run": run})
             memory.save(path)  # a path that cannot be written is found before any work is done
     return memory, broadcast(done)
-
-
-def _begun(path: Path, vocabulary: str, run: str) -> tuple[CorrectionMemory, int]:
-    memory = load_memory(path, vocabulary)
-    try:
-        note = json.loads(memory.note)
-        found, done = note["run"], int(note.get("done", 0))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        found, done = None, 0
-    if found != run:
-        raise FlyJaxError(
-            f"{path} holds the counts of another run (other prompts, models or sizes); give "
-            "another file to fill, or delete this one."
-        )
-    return memory, done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.integrations.vllm_tpu.hooks import checked_hooks
 from fly_jax.models.checkpoints.source import resolve
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
+from fly_jax.parameters import Parameter, check_keys, parameters_of
 from fly_jax.verification.rules import Exact, Rule, from_vllm_names, per_row
 from fly_jax.verification.rules.loosened import rule_names
 
@@ -31,6 +30,9 @@ _VARIABLE = "FLY_JAX_"
 _OWN = ("rule", "protect", "memory", "csd_min_count")
 # Settings that no request can change.
 _OF_THE_ENGINE = {"protect", "memory", "csd_min_count", "any_version"}
+_ANY_VERSION = Parameter(
+    "any_version", "", bool, False, "run with versions of vLLM that were never tried"
+)
 _OF_THE_LOOKUP = {one.name for one in parameters_of(Lookup)}
 
 # The engine has a Llama, but no Mistral, in JAX; without a sliding window they are one.
@@ -42,18 +44,13 @@ _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 _prepared: list[DecodingConfig] = []
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plugin:
-    any_version: bool = parameter(False, "run with versions of vLLM that were never tried")
-
-
 def known() -> dict[str, Parameter]:
     """The settings that may be asked for, by name."""
     everything, groups = decoding_parameters(), parameter_groups()
     parts = ("Loosened rules", "Limits of loosened rules", "Lookup")
     others = [one for part in parts for one in groups[part]]
     own = {name: everything[name] for name in _OWN}
-    return own | {one.name: one for one in (*others, *parameters_of(_Plugin))}
+    return own | {one.name: one for one in (*others, _ANY_VERSION)}
 
 
 def asked_for(
@@ -88,8 +85,7 @@ def asked_for(
 
 def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> DecodingConfig:
     """The config of decoding with the engine's K; FlyJaxError where none can be made."""
-    own = {one.name for one in parameters_of(_Plugin)}
-    values = {name: value for name, value in asked.items() if name not in own}
+    values = {name: value for name, value in asked.items() if name != _ANY_VERSION.name}
     with _in_additional_config():
         config = DecodingConfig(**values, num_speculative_tokens=num_speculative_tokens)
         config.to_rule()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -78,8 +77,7 @@ class Parameter:
 
     def _within(self, value: float) -> bool:
         return (
-            (isinstance(value, int) or math.isfinite(value))
-            and (self.kind is int or abs(value) <= MOST_FLOAT)
+            (self.kind is int or abs(value) <= MOST_FLOAT)
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num, Shaped
 
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.rules import Layout, axes_in
 
 AxisNames = tuple[str, ...]
 Local = Float[Array, "*lead local"]
@@ -114,5 +114,4 @@ def vocab_split(layout: Layout, shape: Sequence[int]) -> tuple[PartitionSpec, Ax
     lead = ("rows", *(None,) * len(shape))[: len(shape) - 1]
     spec = layout.spec((*lead, "vocab"), shape)
     entries = (*spec, *(None,) * len(shape))[: len(shape)]
-    names = entries[-1] or ()
-    return PartitionSpec(*entries), (names,) if isinstance(names, str) else tuple(names)
+    return PartitionSpec(*entries), axes_in(entries[-1])

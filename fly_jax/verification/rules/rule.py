@@ -43,7 +43,12 @@ class Rule:
     A rule is a frozen dataclass under `data_tree`. Its numbers are data under `jit`, scalars or one
     for each row. The kinds of its conditions, and how they are joined, are static. FlyJaxError for
     a number outside the range that its parameter declares.
+
+    Attributes:
+      support: the loosened rule to whose support the target is cut; None where it is not.
     """
+
+    support: Loose | None = None
 
     def __post_init__(self) -> None:
         check_parameters(self)
@@ -66,11 +71,6 @@ class Rule:
     @property
     def budget(self) -> Number | None:
         """The risk budget that every request begins with, in nats; None for no such limit."""
-        return None
-
-    @property
-    def support(self) -> Loose | None:
-        """The loosened rule to whose support the target is cut; None where it is not."""
         return None
 
     def initial_state(self, num_rows: int) -> RuleState:
@@ -137,11 +137,6 @@ class Loose(Rule):
 
     is_limited: ClassVar[bool] = False
 
-    @property
-    def num_rules(self) -> int:
-        """The number of rules that are combined in it."""
-        return 1
-
     def clauses(self) -> tuple[Clause, ...]:
         """The alternatives, any of which is enough for a rescue."""
         raise NotImplementedError
@@ -184,13 +179,8 @@ class Combination(Loose):
                 )
         sides = len(self.left.clauses()), len(self.right.clauses())
         num_alternatives = sum(sides) if self.operator == "|" else math.prod(sides)
-        check_size("The combination", self.num_rules, num_alternatives)
+        check_size("The combination", _num_rules(self), num_alternatives)
         _ = self.needs  # which must be the same for both
-
-    @property
-    def num_rules(self) -> int:
-        """The rules of both sides."""
-        return self.left.num_rules + self.right.num_rules
 
     def clauses(self) -> tuple[Clause, ...]:
         """The clauses of both for |; for & each clause of the one joined with each of the other."""
@@ -198,6 +188,10 @@ class Combination(Loose):
         if self.operator == "|":
             return ones + others
         return tuple(one & other for one in ones for other in others)
+
+
+def _num_rules(rule: Loose) -> int:
+    return sum(map(_num_rules, (rule.left, rule.right))) if isinstance(rule, Combination) else 1
 
 
 def check_size(combination: str, num_rules: int, num_alternatives: int) -> None:

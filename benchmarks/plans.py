@@ -20,7 +20,8 @@ from fly_jax.planning.plan_steps import STEPS
 from fly_jax.planning.planner import make_plan
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
-from fly_jax.verification.rules import Exact, Margin
+from fly_jax.verification.rules import Exact
+from fly_jax.verification.rules.loosened import Margin
 
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 PARD, HEAD, LARGE_HEAD = "pard-llama-3.2-1b", "eagle3-llama-3.1-8b", "eagle3-llama-3.3-70b"

@@ -54,25 +54,25 @@ if TYPE_CHECKING:
     from fly_jax.verification.evidence import TargetEvidence as TargetEvidence
     from fly_jax.verification.evidence import evidence as evidence
     from fly_jax.verification.rules import Budget as Budget
-    from fly_jax.verification.rules import Clause as Clause
-    from fly_jax.verification.rules import Condition as Condition
-    from fly_jax.verification.rules import Csd as Csd
     from fly_jax.verification.rules import Exact as Exact
     from fly_jax.verification.rules import Fly as Fly
-    from fly_jax.verification.rules import Lenience as Lenience
     from fly_jax.verification.rules import Loose as Loose
-    from fly_jax.verification.rules import Lossy as Lossy
-    from fly_jax.verification.rules import Margin as Margin
     from fly_jax.verification.rules import Rule as Rule
     from fly_jax.verification.rules import RuleState as RuleState
-    from fly_jax.verification.rules import Seen as Seen
-    from fly_jax.verification.rules import Typical as Typical
     from fly_jax.verification.rules import Verdict as Verdict
     from fly_jax.verification.rules import Why as Why
-    from fly_jax.verification.rules import Window as Window
     from fly_jax.verification.rules import accept as accept
-    from fly_jax.verification.rules import entropy_gate as entropy_gate
     from fly_jax.verification.rules import per_row as per_row
+    from fly_jax.verification.rules.conditions import Clause as Clause
+    from fly_jax.verification.rules.conditions import Condition as Condition
+    from fly_jax.verification.rules.conditions import Seen as Seen
+    from fly_jax.verification.rules.conditions import Window as Window
+    from fly_jax.verification.rules.conditions import entropy_gate as entropy_gate
+    from fly_jax.verification.rules.loosened import Csd as Csd
+    from fly_jax.verification.rules.loosened import Lenience as Lenience
+    from fly_jax.verification.rules.loosened import Lossy as Lossy
+    from fly_jax.verification.rules.loosened import Margin as Margin
+    from fly_jax.verification.rules.loosened import Typical as Typical
     from fly_jax.verification.sampling import Sampling as Sampling
     from fly_jax.verification.sampling import sample as sample
     from fly_jax.verification.sampling import sample_at as sample_at

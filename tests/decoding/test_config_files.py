@@ -14,7 +14,8 @@ import fly_jax
 from fly_jax import DecodingConfig, Lookup, Sampling, load_config
 from fly_jax.decoding.config import decoding_parameters, from_reference_json, parameter_groups
 from fly_jax.launch.flags import DecodingFlags, Flags
-from fly_jax.verification.rules import RULES, Budget, Csd, Exact, Fly, Margin
+from fly_jax.verification.rules import RULES, Budget, Exact, Fly
+from fly_jax.verification.rules.loosened import Csd, Margin
 
 Values = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"

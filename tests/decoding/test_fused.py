@@ -24,7 +24,8 @@ from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, accept
+from fly_jax.verification.rules import Budget, Exact, Fly, Rule, accept
+from fly_jax.verification.rules.loosened import Margin
 
 Emitted = tuple[list[int], str]  # the tokens of a row, and the letters of why they stand there
 Plain = tuple[Emitted, collections.Counter[str]]  # and its rounds, windows deferred, rolled back

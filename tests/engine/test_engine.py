@@ -16,7 +16,8 @@ from random_pairs import batch_engine, greedy, logits_after, until_end
 from refusals import assert_refused
 
 from fly_jax import CorrectionMemory, Engine, Lookup, Request, RequestState, Sampling
-from fly_jax.verification.rules import Csd, Exact, Why
+from fly_jax.verification.rules import Exact, Why
+from fly_jax.verification.rules.loosened import Csd
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.llama import Llama
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
+from fly_jax.verification.rules import Budget, Exact, Fly, Rule
+from fly_jax.verification.rules.loosened import Csd, Margin
 from fly_jax.verification.sampling import Sampling
 
 MORE = {"rounds_per_dispatch": 2, "max_logprobs": 2}

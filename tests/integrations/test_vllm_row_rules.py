@@ -16,7 +16,8 @@ import scipy.stats
 
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, RuleState, per_row
+from fly_jax.verification.rules import Budget, Exact, Fly, RuleState, per_row
+from fly_jax.verification.rules.loosened import Margin
 from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import verify_flat
 

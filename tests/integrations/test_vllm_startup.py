@@ -23,7 +23,8 @@ from fly_jax.integrations.vllm_tpu.startup import (
     decoding_config,
     request_rule,
 )
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin
+from fly_jax.verification.rules import Budget, Exact, Fly
+from fly_jax.verification.rules.loosened import Margin
 
 
 def test_nothing_is_asked_for_unless_something_is() -> None:

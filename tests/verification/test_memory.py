@@ -23,7 +23,8 @@ from refusals import assert_refused, sentence
 from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
-from fly_jax.verification.rules import Csd, Exact, Rule
+from fly_jax.verification.rules import Exact, Rule
+from fly_jax.verification.rules.loosened import Csd
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 DRAFTED, MAX_NEW_TOKENS = 5, 20

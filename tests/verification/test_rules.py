@@ -28,22 +28,17 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
 from fly_jax.verification.rules import (
     Budget,
-    Csd,
     Exact,
     Fly,
-    Lenience,
     Loose,
-    Lossy,
-    Margin,
     Rule,
     RuleState,
-    Typical,
     Verdict,
     Why,
     accept,
-    entropy_gate,
 )
-from fly_jax.verification.rules.loosened import rule_names
+from fly_jax.verification.rules.conditions import entropy_gate
+from fly_jax.verification.rules.loosened import Csd, Lenience, Lossy, Margin, Typical, rule_names
 from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import verify
 

@@ -29,20 +29,16 @@ from fly_jax.verification.evidence import evidence
 from fly_jax.verification.rules import (
     RULES,
     Budget,
-    Csd,
     Exact,
     Fly,
-    Lenience,
     Loose,
-    Lossy,
-    Margin,
     Rule,
-    Typical,
     Verdict,
     Why,
     accept,
     per_row,
 )
+from fly_jax.verification.rules.loosened import Csd, Lenience, Lossy, Margin, Typical
 from fly_jax.verification.sampling import Sampling, sample, sample_at, sampling_per_row
 from fly_jax.verification.verify import truncated, verify, verify_flat
 

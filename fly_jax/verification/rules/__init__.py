@@ -1,21 +1,11 @@
 """Acceptance rules: which draft tokens a row keeps, what follows them, and why."""
 
-from fly_jax.verification.rules.conditions import Clause as Clause
-from fly_jax.verification.rules.conditions import Condition as Condition
 from fly_jax.verification.rules.conditions import RuleState as RuleState
-from fly_jax.verification.rules.conditions import Seen as Seen
 from fly_jax.verification.rules.conditions import Verdict as Verdict
 from fly_jax.verification.rules.conditions import Why as Why
-from fly_jax.verification.rules.conditions import Window as Window
-from fly_jax.verification.rules.conditions import entropy_gate as entropy_gate
 from fly_jax.verification.rules.loosened import RULES as RULES
 from fly_jax.verification.rules.loosened import VLLM_NAMES as VLLM_NAMES
-from fly_jax.verification.rules.loosened import Csd as Csd
 from fly_jax.verification.rules.loosened import Fly as Fly
-from fly_jax.verification.rules.loosened import Lenience as Lenience
-from fly_jax.verification.rules.loosened import Lossy as Lossy
-from fly_jax.verification.rules.loosened import Margin as Margin
-from fly_jax.verification.rules.loosened import Typical as Typical
 from fly_jax.verification.rules.loosened import from_vllm_names as from_vllm_names
 from fly_jax.verification.rules.rule import Budget as Budget
 from fly_jax.verification.rules.rule import Exact as Exact

@@ -69,7 +69,7 @@ class RequestBuilder:
         for expression in self.rules:
             rule = self.config.replace(rule=expression, temperature=None).to_rule()
             found.append(rule)
-            if isinstance(rule, Loose) and not rule.is_limited:
+            if isinstance(rule, Loose) and not isinstance(rule, Budget):
                 found.append(Budget(rule, total=1.0))
         return found
 

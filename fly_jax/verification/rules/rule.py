@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +135,6 @@ class Loose(Rule):
     With sampling the emitted distribution is then no longer the target's.
     """
 
-    is_limited: ClassVar[bool] = False
-
     def clauses(self) -> tuple[Clause, ...]:
         """The alternatives, any of which is enough for a rescue."""
         raise NotImplementedError
@@ -172,7 +170,7 @@ class Combination(Loose):
 
     def __post_init__(self) -> None:
         for rule in (self.left, self.right):
-            if not isinstance(rule, Loose) or rule.is_limited:
+            if not isinstance(rule, Loose) or isinstance(rule, Budget):
                 raise FlyJaxError(
                     f"{type(rule).__name__} cannot be part of a combination: only loosened rules "
                     "combine with & and |, and a budget goes around the whole."
@@ -219,8 +217,6 @@ class Budget(Loose):
       FlyJaxError: a negative budget, or a budget around a budget.
     """
 
-    is_limited: ClassVar[bool] = True
-
     rule: Loose
     total: Number | None = parameter(
         None, "nats that all rescues of a prompt may cost; 0 is lossless",
@@ -229,7 +225,7 @@ class Budget(Loose):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rule, Loose) or self.rule.is_limited:
+        if not isinstance(self.rule, Loose) or isinstance(self.rule, Budget):
             raise FlyJaxError(
                 f"A budget was put around {type(self.rule).__name__}; it goes around one loosened "
                 "rule, or one combination of them."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
@@ -81,14 +82,10 @@ class Computation(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A whole module: its computations by name, and which one runs first."""
+    """A whole module: its computations by name, empty where it has none, and which runs first."""
 
-    computations: dict[str, Computation]
+    computations: Mapping[str, Computation]
     entry: str
-
-    def computation(self, name: str) -> Computation:
-        """The computation of that name; an empty one where the text has none."""
-        return self.computations.get(name, Computation({}, None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Frame:
 
 def parse(hlo: str) -> Program:
     """Reads the text of an optimised module, as `compiled.as_text()` gives it."""
-    computations: dict[str, Computation] = {}
+    computations = collections.defaultdict[str, Computation](lambda: Computation({}, None))
     entry, name = "", ""
     lines: dict[str, Instruction] = {}
     root: Instruction | None = None
@@ -185,7 +182,7 @@ class _Scope:
 
     def __init__(self, program: Program, name: str, given: Sequence[_Value]) -> None:
         self.program = program
-        self.computation = program.computation(name)
+        self.computation = program.computations[name]
         self._given = given
         self._known: dict[str, _Value] = {}
 
@@ -304,7 +301,7 @@ def _within(program: Program, computation: Computation) -> Iterator[tuple[str, I
             yield kind, one
         elif one.opcode == "fusion":
             for name in one.called:
-                for found, inner in _within(program, program.computation(name)):
+                for found, inner in _within(program, program.computations[name]):
                     key = (found, str(max((a.shape for a in inner.arrays), key=math.prod)))
                     if key not in spread:
                         spread.add(key)
@@ -406,7 +403,7 @@ def _made(program: Program, computation: Computation, one: Instruction) -> Itera
 
 def _updates(program: Program, fusion: Instruction, index: int) -> bool:
     """Tells whether a result of a fusion is one of its operands, changed in place."""
-    inside = program.computation(fusion.called[0]) if fusion.called else Computation({}, None)
+    inside = program.computations[next(iter(fusion.called), "")]
     one = inside.root
     if one is not None and one.opcode == "tuple":
         one = inside.instructions.get(one.operands[index])

@@ -96,7 +96,14 @@ def main(arguments: Sequence[str]) -> None:
     command = shlex.join(["python", "-m", "fly_jax.launch", "calibrate", *arguments])
     try:
         with distributed_session(values):
-            _run(values, command)
+            with joint_errors():
+                if values.gate is not None and process_id() == 0:
+                    strictness.check_new(Path(values.gate))
+            inputs = open_inputs(values, _config(values))
+            if values.gate is not None:
+                _find(values, Path(values.gate), inputs, command)
+            elif values.memory is not None:
+                _fill(values, Path(values.memory), inputs)
     except KeyboardInterrupt as interrupt:
         what = "Go on where it was" if values.memory else "Nothing was written; begin again"
         raise KeyboardInterrupt(f"{what} with: {command}") from interrupt
@@ -120,17 +127,6 @@ def _check_flags(values: _CalibrateFlags) -> None:
             raise FlyJaxError(
                 f"--{one.name} was given with --memory, and is about --gate alone; leave it out."
             )
-
-
-def _run(values: _CalibrateFlags, command: str) -> None:
-    with joint_errors():
-        if values.gate is not None and process_id() == 0:
-            strictness.check_new(Path(values.gate))
-    inputs = open_inputs(values, _config(values))
-    if values.gate is not None:
-        _find(values, Path(values.gate), inputs, command)
-    elif values.memory is not None:
-        _fill(values, Path(values.memory), inputs)
 
 
 def _config(values: _CalibrateFlags) -> DecodingConfig:

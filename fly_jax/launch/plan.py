@@ -96,13 +96,31 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _plan_spec(values: _PlanFlags) -> PlanSpec:
+    from fly_jax.decoding.config import RoundSpec, largest_depth
     from fly_jax.models.quantise import SELF, self_draft_type
     from fly_jax.planning.plan_spec import PlanSpec
+    from fly_jax.planning.roofline import PUBLISHED_K
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 
     draft, *below = values.draft or (_DRAFT,)
     own = self_draft_type(draft) if draft.startswith(SELF) else None
+    config = values.to_config()
+    if values.config is None:
+        if not values.gives("num_speculative_tokens"):
+            config = config.replace(num_speculative_tokens=PUBLISHED_K)
+        k = largest_depth(config.num_speculative_tokens)
+        # FLy's rule if none is given, or a lossless one for a small K.
+        if not values.gives("rule") and config.fly.window_size >= k:
+            config = config.replace(rule="exact")
+    served: dict[str, Any] = {}
+    if values.serve:
+        from fly_jax.serving.http.request_builder import RequestBuilder
+
+        builder = RequestBuilder.of(config)
+        config = builder.for_engine
+        served = {"prefill_chunk": values.prefill_chunk, "rules": tuple(builder.kinds)}
+    audits = values.audits or values.serve
     same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
         target=_config(values.target),
@@ -113,33 +131,11 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
         int8=values.dtype == "int8",
         self_draft=own,
         rows=values.batch_size,
-        **_engine(values),
+        rounds=RoundSpec.of(config, num_drafts=1 + len(below), audits=audits),
         compiles=values.compile,
+        **served,
         **{name: getattr(values, name) for name in same},
     )
-
-
-def _engine(values: _PlanFlags) -> dict[str, Any]:
-    """Returns a plan's engine; its rule is FLy's if none is given, or lossless for a small K."""
-    from fly_jax.decoding.config import RoundSpec, largest_depth
-    from fly_jax.planning.roofline import PUBLISHED_K
-
-    config = values.to_config()
-    if values.config is None:
-        if not values.gives("num_speculative_tokens"):
-            config = config.replace(num_speculative_tokens=PUBLISHED_K)
-        k = largest_depth(config.num_speculative_tokens)
-        if not values.gives("rule") and config.fly.window_size >= k:
-            config = config.replace(rule="exact")
-    num_drafts, found = max(len(values.draft), 1), dict[str, Any]()
-    if values.serve:
-        from fly_jax.serving.http.request_builder import RequestBuilder
-
-        builder = RequestBuilder.of(config)
-        config = builder.for_engine
-        found = {"prefill_chunk": values.prefill_chunk, "rules": builder.kinds}
-    audits = values.audits or values.serve
-    return found | {"rounds": RoundSpec.of(config, num_drafts=num_drafts, audits=audits)}
 
 
 def _config(name: str) -> LlamaConfig:

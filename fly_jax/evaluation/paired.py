@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
+Verdicts = Bool[np.ndarray, " items"]
+
 _Z = 1.959964  # of a two-sided interval of 95%
 _Z_POWER = 0.841621  # a test that decides in 80% of cases
 _SAMPLES = 10_000
 
 
-def retention(
-    base: Bool[np.ndarray, " items"], other: Bool[np.ndarray, " items"]
-) -> tuple[float, float, float] | None:
+def retention(base: Verdicts, other: Verdicts) -> tuple[float, float, float] | None:
     """The other score over the base's, with a 95% bootstrap interval; None for a base of 0."""
     if not base.any():
         return None
@@ -25,9 +25,7 @@ def retention(
     return float(other.sum() / base.sum()), float(low), float(high)
 
 
-def compare_paired(
-    base: Bool[np.ndarray, " items"], other: Bool[np.ndarray, " items"], margin: float
-) -> dict[str, Any]:
+def compare_paired(base: Verdicts, other: Verdicts, margin: float) -> dict[str, Any]:
     """Counts the items that another decoding gained and lost, and its retention.
 
     The verdict is Tango's score test (1998) of a difference of `margin` points, at 2.5%. Where no

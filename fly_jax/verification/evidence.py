@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
-from fly_jax.verification.reductions import AxisNames, finite_or_zero
+from fly_jax.verification.reductions import AxisNames, Found, Local, finite_or_zero
 from fly_jax.verification.sampling import (
     Sampling,
     gumbel_argmax,
@@ -308,12 +308,8 @@ def _reduce(
 
 
 def _entropy(
-    logits: Float32[Array, "rows positions local"],
-    log_mass: Float32[Array, "rows positions"],
-    entropy: Entropy,
-    vocab_size: int,
-    axis_names: AxisNames,
-) -> Float32[Array, "rows positions"]:
+    logits: Local, log_mass: Found, entropy: Entropy, vocab_size: int, axis_names: AxisNames
+) -> Found:
     """The entropy asked for, given the logits' log-sum-exp."""
     if entropy.measure == "top_k":
         best, _ = reductions.vocab_top(logits, entropy.top_k, axis_names)

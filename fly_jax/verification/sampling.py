@@ -26,6 +26,7 @@ from fly_jax.verification.reductions import AxisNames, Local, finite_or_zero, vo
 
 _Shard = Float32[Array, "*lead local"]
 _Each = Float32[Array, "*#lead"]
+_Flags = Bool[Array, "*#lead"]
 _TopK = Int[Array, "*#lead"] | None
 _TopP = _Each | None
 _Found = Float32[Array, "*lead"]
@@ -87,7 +88,7 @@ def sampling_per_row(samplings: Sequence[Sampling | None]) -> Sampling:
     return Sampling(temperature, stacked("top_k", 0, np.int32), stacked("top_p", 1.0, np.float32))
 
 
-def is_greedy(sampling: Sampling, num_lead: int) -> Bool[Array, "*#lead"]:
+def is_greedy(sampling: Sampling, num_lead: int) -> _Flags:
     """Tells which rows have temperature 0, in a shape that meets `num_lead` dimensions."""
     return _lead(sampling.temperature, num_lead) == 0
 
@@ -202,11 +203,7 @@ def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "
 
 
 def gumbel_argmax(
-    log_weights: Local,
-    noise: Local,
-    logits: Local,
-    is_greedy: Bool[Array, "*#lead"],
-    axis_names: AxisNames = (),
+    log_weights: Local, noise: Local, logits: Local, is_greedy: _Flags, axis_names: AxisNames = ()
 ) -> Int32[Array, "*lead"]:
     """A draw with probability proportional to exp(log_weights); of greedy rows the argmax."""
     return reductions.vocab_argmax(

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters, parameter
+from fly_jax.shapes import DraftFlags, DraftTokens
 from fly_jax.verification.data import STATIC, Count, Number, data_tree, narrowed
 from fly_jax.verification.evidence import Needs, TargetEvidence
 from fly_jax.verification.rules.conditions import (
@@ -314,7 +315,7 @@ def _stacked(numbers: Sequence[Any]) -> np.ndarray:
 def accept(
     rule: Rule,
     evidence: TargetEvidence,
-    draft_tokens: Int[Array, "rows draft"],
+    draft_tokens: DraftTokens,
     *,
     protected: Bool[Array, "*rows vocab"] | None = None,
     num_drafted: Int[Array, " rows"] | None = None,
@@ -380,9 +381,9 @@ def accept(
 
 def barred_tokens(
     evidence: TargetEvidence,
-    draft_tokens: Int[Array, "rows draft"],
+    draft_tokens: DraftTokens,
     protected: Bool[Array, "*rows vocab"] | None,
-) -> Bool[Array, "rows draft"]:
+) -> DraftFlags:
     """Tells where a token is protected, or the target gives the draft token probability 0."""
     # Accelerators round numbers below the smallest normal float32 to 0; here every device does.
     smallest = math.log(jnp.finfo(jnp.float32).tiny)
@@ -396,8 +397,8 @@ def barred_tokens(
 
 
 def _affordable(
-    evidence: TargetEvidence, mismatch: Bool[Array, "rows draft"], state: RuleState | None
-) -> Bool[Array, "rows draft"]:
+    evidence: TargetEvidence, mismatch: DraftFlags, state: RuleState | None
+) -> DraftFlags:
     """Tells which mismatches the rest of the rows' budgets pays for."""
     remedy = "state=rule.initial_state(rows), and from then on what RuleState.after returns"
     budget = None if state is None else state.budget

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES, NEW_AXES, KVCache, rows_here
-from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
+from fly_jax.models.rope_scaling import YarnScaling
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 
@@ -33,21 +33,17 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
         if isinstance(scaling, YarnScaling):
             kept = _kept_of_yarn(scaling, config, len(frequencies))
         else:
-            kept = _kept_of_llama(scaling, frequencies)
+            turns = scaling.original_context * frequencies / (2 * math.pi)
+            low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+            kept = (turns - low) / (high - low)
+        # The share that is kept: 1 or more, wholly; 0 or less, stretched.
         blend = np.clip(kept, 0.0, 1.0)
         frequencies = (1 - blend) * frequencies / scaling.factor + blend * frequencies
     return frequencies.astype(np.float32)
 
 
-def _kept_of_llama(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
-    """The share of each frequency that is kept: 1 or more, wholly; 0 or less, stretched."""
-    turns = scaling.original_context * frequencies / (2 * math.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    return (turns - low) / (high - low)
-
-
 def _kept_of_yarn(scaling: YarnScaling, config: LlamaConfig, number: int) -> np.ndarray:
-    """The same share, in equal steps from the pair of `fast_turns` to that of `slow_turns`."""
+    """The share that is kept, in equal steps from the pair of `fast_turns` to `slow_turns`'s."""
 
     def pair(turns: float) -> float:
         """The place of a pair that turns so often within the original context."""
@@ -62,9 +58,7 @@ def _kept_of_yarn(scaling: YarnScaling, config: LlamaConfig, number: int) -> np.
     return 1 - (np.arange(number) - first) / steps
 
 
-def rotation(
-    config: LlamaConfig, positions: Int[Array, "*batch"]
-) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+def rotation(config: LlamaConfig, positions: Int[Array, "*batch"]) -> tuple[Angles, Angles]:
     """Cosines and sines of every position's angles, in float32; with YaRN, times its factor."""
     angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(config)
     cosines, sines = jnp.cos(angles), jnp.sin(angles)
@@ -74,11 +68,7 @@ def rotation(
     return cosines, sines
 
 
-def rotate(
-    x: Float[Array, "batch time heads head"],
-    cosines: Float[Array, "batch time half"],
-    sines: Float[Array, "batch time half"],
-) -> Float[Array, "batch time heads head"]:
+def rotate(x: Queries, cosines: Angles, sines: Angles) -> Queries:
     """Rotates the pair (i, i + head/2) of every head by its angle: Hugging Face's pairing."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None], sines[:, :, None]
@@ -93,6 +83,7 @@ _CPU_WIDTH = 16
 # Positions that a query which attends by itself reads at a time.
 _BLOCK = 64
 
+Angles = Float[Array, "*batch half"]
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
 Ahead = Int[Array, ""] | int

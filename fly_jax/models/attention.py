@@ -85,6 +85,7 @@ _BLOCK = 64
 
 Angles = Float[Array, "*batch half"]
 Queries = Float[Array, "rows time heads head"]
+Grouped = Float[Array, "rows time kv_heads group head"]  # by the key/value head that they share
 New = Float[Array, "rows kv_heads time head"]
 Ahead = Int[Array, ""] | int
 # A cache; the queries are those of its first rows, and of some of its heads.
@@ -282,15 +283,13 @@ def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
     return axes
 
 
-def attention(
-    query: Float[Array, "rows time kv_heads group head"], parts: Sequence[Part]
-) -> Float[Array, "rows time kv_heads group head"]:
+def attention(query: Grouped, parts: Sequence[Part]) -> Grouped:
     """Attends, with grouped queries, to all parts together; scores and softmax are in float32."""
     return _normalised(_mixed(query, parts, ()), query.dtype).reshape(query.shape)
 
 
 def _mixed(
-    query: Float[Array, "rows time kv_heads group head"], parts: Sequence[Part], lengths: MeshAxes
+    query: Grouped, parts: Sequence[Part], lengths: MeshAxes
 ) -> Float32[Array, "rows heads time head+1"]:
     """The values' sums weighted by exp(score), and behind them the sums of the weights.
 
@@ -437,9 +436,7 @@ def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | I
     return first, needed
 
 
-def _scores(
-    query: Float[Array, "rows time kv_heads group head"], part: Part
-) -> Float32[Array, "rows kv_heads group*time length"]:
+def _scores(query: Grouped, part: Part) -> Float32[Array, "rows kv_heads group*time length"]:
     """The scores in float32, the hidden ones at its lowest value; a group's queries are rows."""
     rows, time, kv_heads, group, head = query.shape
     stacked = query.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * time, head)

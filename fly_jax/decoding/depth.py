@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
-from fly_jax.shapes import DraftFlags, RowFlags, RowFloats
+from fly_jax.shapes import DraftFlags, Index, RowFlags, RowFloats, RowInts
 from fly_jax.verification.data import Count, column
 from fly_jax.verification.rules import Verdict, Why
 
@@ -22,6 +22,8 @@ _PRIOR_LOOSE_RATE = 0.95
 # `_LASTING_TOKENS` of them never fade: after long without drafts these rates count again.
 _HOPED_TOKENS, _LASTING_TOKENS = 8.0, 0.25
 _HOPED_STRICT_RATE, _HOPED_LOOSE_RATE = 0.75, 0.85
+# Nobody knows where a text will end: so many more tokens of a row, at most, are worth a start.
+_FORESEEN_TOKENS = 64
 
 
 @jax.tree_util.register_dataclass
@@ -36,18 +38,19 @@ class AcceptanceStats:
       rescued: [rows], mismatches that were kept.
       refused: [rows], mismatches that ended a block.
       cut: [rows], mismatches that ended a block only because their window did not fit into it.
-      costs: [2, depths], the seconds of a round of each depth, and the share of the expected draft
-        tokens that it gives; empty where K is fixed.
+      costs: [3, depths], the seconds of a round of each depth, the share of the expected draft
+        tokens that it gives, and the seconds of a pass in which a draft model takes in what it
+        lacks; empty where K is fixed.
     """
 
     matched: RowFloats
     rescued: RowFloats
     refused: RowFloats
     cut: RowFloats
-    costs: Float32[Array, "2 depths"]
+    costs: Float32[Array, "3 depths"]
 
 
-def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceStats:
+def initial_stats(rows: int, costs: Float32[Array, "3 depths"]) -> AcceptanceStats:
     """A guess that a few rounds overrule."""
     counts = _counts(_PRIOR_TOKENS, _PRIOR_STRICT_RATE, _PRIOR_LOOSE_RATE)
     matched, rescued, refused, cut = (jnp.full((rows,), one, jnp.float32) for one in counts)
@@ -110,11 +113,23 @@ def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> R
 
 
 def choose_depth(
-    stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], strict_tail: Count
+    stats: AcceptanceStats,
+    live: RowFlags,
+    depths: tuple[int, ...],
+    strict_tail: Count,
+    left: RowInts,
+    num_behind: Index,
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
-    """Index of the depth that promises most tokens a second, and draft tokens expected of each."""
-    seconds, given = stats.costs
+    """Index of the depth that promises most tokens a second, and draft tokens expected of each.
+
+    Args:
+      left: tokens that each row may still get.
+      num_behind: passes that a draft model needs before it drafts; they count for all these tokens.
+    """
+    seconds, given, behind = stats.costs
     expected = [expected_tokens(stats, k, strict_tail) - 1 for k in depths]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
-    promised = (jnp.sum(live) + given * totals) / seconds
+    more = jnp.sum(jnp.where(live, jnp.minimum(left, _FORESEEN_TOKENS), 0))
+    start = num_behind * behind / jnp.maximum(more, 1)
+    promised = 1 / (seconds / (jnp.sum(live) + given * totals) + start)
     return jnp.argmax(promised).astype(jnp.int32), totals

@@ -107,7 +107,7 @@ class Rows(NamedTuple):
     limits: Int[Any, " rows"]
     seeds: UInt32[Any, " rows"]
     budget: Float32[Any, " rows"] | None
-    costs: Float32[Any, "2 depths"] | None = None
+    costs: Float32[Any, "3 depths"] | None = None
 
 
 class Programs:
@@ -182,7 +182,7 @@ class Programs:
         """A state of rows (on the host) whose prompts have not run; traced for abstract models."""
         depths = self.static.depths
         if depths or self.static.deferred_window:
-            rows = rows._replace(costs=np.zeros((2, len(depths)), np.float32))
+            rows = rows._replace(costs=np.zeros((3, len(depths)), np.float32))
         rows = jax.tree.map(self.put, rows)
         return self._call(_begin, self._shapes, positions, self._resting, rows)
 

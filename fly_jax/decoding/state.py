@@ -62,7 +62,7 @@ class DecodeState:
         target, drafter = map_caches(attending, (self.target, self.drafter))
         return dataclasses.replace(self, target=target, drafter=drafter)
 
-    def choosing(self, costs: Float32[Array, "2 depths"]) -> DecodeState:
+    def choosing(self, costs: Float32[Array, "3 depths"]) -> DecodeState:
         """A copy with the costs of a round, from which the next ones choose K."""
         assert self.stats is not None
         return dataclasses.replace(self, stats=dataclasses.replace(self.stats, costs=costs))

@@ -119,16 +119,18 @@ class DepthCosts:
         return state
 
     def next(self, program: Program, *, may_vary: bool) -> np.ndarray:
-        """The `AcceptanceStats.costs` of the next rounds, [2, depths]; `may_vary`: K is free."""
+        """The `AcceptanceStats.costs` of the next rounds, [3, depths]; `may_vary`: K is free."""
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
+        # A draft model takes in what it lacks by a pass about as wide as the target's widest.
+        behind = self._pass_seconds[program] * known[-1] / known[0] * np.sign(self.depths)
         known = known + self._pass_seconds[program] * self._passes_run * self._num_passes
         stays = np.equal(self.depths, self.current)
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
         # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
         given = np.maximum(self._drafts[0] / self._drafts[1], _LEAST_KEPT)
-        return np.stack((seconds, np.minimum.accumulate(given)))
+        return np.stack((seconds, np.minimum.accumulate(given), behind)).astype(np.float32)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""
@@ -166,6 +168,6 @@ def rounds_run(output: RoundOutput) -> list[Round]:
 
 
 def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
-    """Costs, [2, depths], by which this depth is chosen whatever is accepted."""
+    """Costs, [3, depths], by which this depth is chosen whatever is accepted."""
     seconds = np.where(np.equal(depths, depth), 1, np.inf)
-    return np.stack((seconds, np.ones(len(depths)))).astype(np.float32)
+    return np.stack((seconds, np.ones(len(depths)), np.zeros(len(depths)))).astype(np.float32)

@@ -25,7 +25,13 @@ counts = st.floats(0.5, 50, width=32)
 def stats_of(*counts: Sequence[float], seconds: Sequence[float] = (1.0,)) -> AcceptanceStats:
     """Of each row the draft tokens that were matched, rescued, refused and cut."""
     by_kind = [jnp.asarray(kind, jnp.float32) for kind in zip(*counts, strict=True)]
-    return AcceptanceStats(*by_kind, costs=jnp.asarray((seconds, (1.0,) * len(seconds))))
+    same = [(value,) * len(seconds) for value in (1.0, 0.0)]
+    return AcceptanceStats(*by_kind, costs=jnp.asarray((seconds, *same)))
+
+
+def chosen_of(stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...]) -> int:
+    """The index of the depth, where a draft model lacks nothing."""
+    return int(choose_depth(stats, live, depths, 0, jnp.full(live.shape, 9), jnp.int32(0))[0])
 
 
 def verdict_of(why: np.ndarray) -> Verdict:
@@ -69,13 +75,13 @@ def test_the_depth_of_most_tokens_a_second(
     matched: float, refused: float, seconds: tuple[float, ...], chosen: int
 ) -> None:
     stats = stats_of((matched, 0.0, refused, 0.0), seconds=seconds)
-    assert int(choose_depth(stats, jnp.array([True]), (2, 6, 12), 0)[0]) == chosen
+    assert chosen_of(stats, jnp.array([True]), (2, 6, 12)) == chosen
 
 
 def test_finished_rows_have_no_say() -> None:
     both = stats_of((90.0, 0.0, 0.1, 0.0), (0.1, 0.0, 9.0, 0.0), seconds=(1.0, 1.5))
-    assert int(choose_depth(both, jnp.array([True, False]), (1, 9), 0)[0]) == 1
-    assert int(choose_depth(both, jnp.array([False, True]), (1, 9), 0)[0]) == 0
+    assert chosen_of(both, jnp.array([True, False]), (1, 9)) == 1
+    assert chosen_of(both, jnp.array([False, True]), (1, 9)) == 0
 
 
 @pytest.mark.parametrize("index", [1, 2])
@@ -83,8 +89,8 @@ def test_finished_rows_have_no_say() -> None:
 def test_a_forced_depth_is_that_fixed_k(name: str, index: int, monkeypatch: Patch) -> None:
     """With sampling too: a draw depends on its position, and not on how many others there are."""
     depths = (2, 3, 5)
-    costs = np.array([np.where(np.arange(3) == index, 1, np.inf), [1.0] * 3], np.float32)
-    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
+    costs = np.array([np.where(np.arange(3) == index, 1, np.inf), [1.0] * 3, [0.0] * 3])
+    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs.astype(np.float32))
     found = []
     for more in ({"depths": depths}, {"num_speculative_tokens": depths[index]}):
         engine = pair_engine(0, SPECS[name].with_static(**more), 0.2)
@@ -100,8 +106,8 @@ def test_every_depth_is_measured() -> None:
     assert np.isinf(engine.costs.next((ROWS, CAPACITY), may_vary=True)).any(), "nothing is known"
     engine.warm_up_for(engine.requests([[1, 2, 3]], 20))
     costs = engine.costs.next((ROWS, CAPACITY), may_vary=True)
-    assert costs.shape == (2, 3)
-    assert np.all((costs > 0) & np.isfinite(costs))
+    assert costs.shape == (3, 3)
+    assert np.all((costs[:2] > 0) & np.isfinite(costs[:2]))
 
 
 def test_a_lookup_finds_something_where_its_rounds_are_measured(monkeypatch: Patch) -> None:
@@ -128,7 +134,7 @@ def test_without_a_draft_for_long_its_rates_are_hoped_for_anew() -> None:
     live, stats = jnp.array([True]), stats_of((0.0, 0.0, 8.0, 0.0), seconds=(1.0, 2.0))
     chosen = []
     for _ in range(200):
-        chosen.append(int(choose_depth(stats, live, (0, 4), 0)[0]))
+        chosen.append(chosen_of(stats, live, (0, 4)))
         stats = observe(stats, refused if chosen[-1] else nothing, live)
     assert 1 <= sum(chosen) <= 8
     assert 1 not in chosen[:30]

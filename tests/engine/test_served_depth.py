@@ -56,7 +56,7 @@ class Schedule(Clock):
         if not may_vary:
             return super().next(program, may_vary=False)
         seconds = np.where(np.equal(DEPTHS, next(self.said)), 1, np.inf)
-        return np.stack((seconds, np.ones(3))).astype(np.float32)
+        return np.stack((seconds, np.ones(3), np.zeros(3))).astype(np.float32)
 
 
 def test_lossless_requests_do_not_notice() -> None:
@@ -154,11 +154,12 @@ class Learnt(DepthCosts):
         return self.next(PROGRAM, may_vary=True)
 
 
-def chosen(costs: np.ndarray) -> int:
+def chosen(costs: np.ndarray, left: int = 9, num_behind: int = 0) -> int:
     """Of depths of which 1, 2.71 and 4.1 tokens are expected."""
     counts = (jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0))
-    stats = AcceptanceStats(*counts, costs=jnp.asarray(costs))
-    return DEPTHS[int(choose_depth(stats, jnp.array([True]), DEPTHS, 0)[0])]
+    stats, live = AcceptanceStats(*counts, costs=jnp.asarray(costs)), jnp.array([True])
+    given = jnp.array([left]), jnp.int32(num_behind)
+    return DEPTHS[int(choose_depth(stats, live, DEPTHS, 0, *given)[0])]
 
 
 def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
@@ -177,7 +178,7 @@ def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
 @pytest.mark.parametrize(("given", "taken"), [(0.25, 0.5), (0.75, 0.75), (3.0, 1.0)])
 def test_what_is_expected_in_vain_is_expected_no_more(given: float, taken: float) -> None:
     """Within bounds, and of deeper drafts, which nobody has seen, no more either."""
-    seconds, found = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
+    seconds, found, _ = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
     np.testing.assert_allclose(found, [1.0, taken, taken], rtol=0.01)
 
@@ -185,10 +186,19 @@ def test_what_is_expected_in_vain_is_expected_no_more(given: float, taken: float
 def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
     """With a lookup below the draft model, where the text repeats itself."""
     costs = Learnt(1.0, 3.0, 5.5, num_passes=[0, 2, 4])
-    seconds, _ = costs.after([Round(2, 1, 1.0, num_passes=2)])
+    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=2)])
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 5.5])
-    seconds, _ = costs.after([Round(2, 1, 1.0, num_passes=1)] * 2, 2 * 2.0, times=60)
+    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=1)] * 2, 2 * 2.0, times=60)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.5], rtol=0.01)
+
+
+def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() -> None:
+    """A token takes a second alone and half of one drafted, and each pass before that a quarter."""
+    costs = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4]).after(rounds(0))
+    np.testing.assert_allclose(costs[2], [0.0, 0.25 * 1.0, 0.25 * 1.0], rtol=1e-5)
+    assert [chosen(costs, left) for left in (1, 60)] == [4, 4]
+    assert [chosen(costs, left, num_behind=8) for left in (1, 4, 60)] == [0, 0, 4]
+    assert [chosen(costs, 10**6, num_behind=number) for number in (8, 10**3)] == [4, 0]
 
 
 def test_rounds_for_which_nothing_was_found_say_nothing_of_their_depth() -> None:

@@ -156,6 +156,10 @@ class Drafter(abc.ABC):
         """
         return state
 
+    def passes_behind(self, state: Any, length: RowInts, live: RowFlags) -> Index:
+        """Passes in which `propose` would first take in what the state lacks of the live rows."""
+        return jnp.int32(0)
+
     def keep(self, state: Any, start: RowInts, hidden: Hidden | None) -> Any:
         """Takes in hidden states of a pass of the draft model above, from each row's start on."""
         return state

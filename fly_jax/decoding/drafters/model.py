@@ -20,7 +20,7 @@ from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
-from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowInts, Text, Tokens
+from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowFlags, RowInts, Text, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.data import STATIC
 
@@ -150,6 +150,11 @@ class DraftModel(ModelDrafter):
     def num_models(self) -> int:  # type: ignore[override]
         """The number of draft models, with those below."""
         return 1 + (0 if self.below is None else self.below.num_models)
+
+    def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
+        """Counts passes as wide as those of `_Run.first_token`."""
+        lacking = jnp.where(live, length - _CATCH_UP - state.cache.length, 0)
+        return -(-jnp.max(lacking, initial=0) // _CATCH_UP_AFTER)
 
     def at_rest(self) -> DraftModel:
         """A copy with defaults for `of_proposing`, also in the levels below."""

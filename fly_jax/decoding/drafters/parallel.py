@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
 from fly_jax.decoding.drafters.model import ModelDrafter, ModelState, caught_up, slice_rows
-from fly_jax.shapes import RowInts, Text
+from fly_jax.shapes import Index, RowFlags, RowInts, Text
 from fly_jax.verification.data import STATIC
 
 
@@ -43,6 +43,11 @@ class ParallelDraft(ModelDrafter):
     def resumes(self) -> bool:  # type: ignore[override]
         """Tells whether it never lags: its cache would have less than the text."""
         return not self.may_lag
+
+    def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
+        """Counts passes as wide as those in which it drafts."""
+        lacking = jnp.where(live, length - self._width - state.cache.length, 0)
+        return -(-jnp.max(lacking, initial=0) // self._width)
 
     def room(self, num_speculative_tokens: int) -> int:
         """The copies behind a text that is shorter than what a pass feeds of it."""

@@ -136,10 +136,8 @@ class RoundProgram:
         num_behind = jnp.int32(0)
         if self.drafter is not None:
             num_behind = self.drafter.passes_behind(state.drafter, state.length, live)
-        left = state.limit - state.length
-        chosen, expected = choose_depth(
-            state.stats, live, static.depths, strict_tail, left, num_behind
-        )
+        given = static.depths, strict_tail, state.limit - state.length, num_behind
+        chosen, expected = choose_depth(state.stats, live, *given)
         if state.window is not None:  # which only draft tokens can complete
             is_open = jnp.any(state.window.is_open & live)
             chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)

@@ -52,7 +52,7 @@ class DepthCosts:
     Attributes:
       depths: what K is chosen from, in ascending order.
       current: K of the last round that was read.
-      latest: K of the last round of so many rows.
+      undrafted: rounds of so many rows without a draft, since the last one with.
       num_rounds: that were read, by K.
     """
 
@@ -60,7 +60,7 @@ class DepthCosts:
         """Begins with nothing known, so that the largest K is taken."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self.current = self.num_speculative_tokens
-        self.latest: dict[int, int] = {}
+        self.undrafted: collections.Counter[int] = collections.Counter()
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._pass_seconds: dict[Program, float] = {}
@@ -137,7 +137,8 @@ class DepthCosts:
         last, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
         for one in rounds:
             self.num_rounds[one.depth] += 1
-            self.current = self.latest[program[0]] = one.depth
+            self.current = one.depth
+            self.undrafted[program[0]] = 0 if one.depth else self.undrafted[program[0]] + 1
         if program not in self._seconds or len({one.depth for one in drafted}) != 1:
             return
         at = self.depths.index(drafted[0].depth)

@@ -49,6 +49,8 @@ from fly_jax.verification.rules import Rule
 DEFAULT_LENGTH = 2048
 # So many waiting requests are searched for those that can be run with the first.
 _LOOKAHEAD = 64
+# After so many rounds without a draft a draft model is not given the prompts of more rows.
+_UNDRAFTED = 16
 
 Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
 
@@ -493,7 +495,7 @@ class Engine:
         """Tells whether rounds that so many more requests join are likely to draft."""
         used = len(self.slots.live) + number
         rows = next(step for step in self._row_steps if step >= used)
-        return self.costs is None or self.costs.latest.get(rows, 1) > 0
+        return self.costs is None or self.costs.undrafted[rows] < _UNDRAFTED
 
     def _next_group(self) -> list[tuple[RequestState, Prefix]]:
         """The first request that waits, with others whose prompts are run in the same passes."""

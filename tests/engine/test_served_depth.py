@@ -104,11 +104,12 @@ def test_a_loosened_or_drawn_request_keeps_its_k_without_leave() -> None:
 
 
 def test_a_prompt_is_run_by_the_draft_model_once_something_is_drafted() -> None:
-    """Where rounds of as many rows draft nothing. It begins as another one, of which it has all."""
+    """Where many rounds of as many rows drafted nothing. It begins as one of which it has all."""
     first, prompt = [*range(46)] * 2, [*range(34), *([40, 3] * 10)]
     costs = Schedule(itertools.repeat(0))
     one = engine(costs)
-    finished(one, [Request(first, 2)])
+    for begun in ([1, 2, 3], [1, 2, 3], first):
+        finished(one, [Request(begun, LIMIT)])
     (unused,) = finished(one, [Request(prompt, 2)])
     assert (unused.num_reused, unused.generation.num_draft_passes) == (32, 0)
     costs.said = itertools.repeat(4)

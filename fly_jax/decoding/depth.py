@@ -123,11 +123,11 @@ def choose_depth(
     """Index of the depth that promises most tokens a second, and draft tokens expected of each.
 
     Args:
-      left: tokens that each row may still get.
+      left: tokens that each row may still get, which a round never exceeds.
       num_behind: passes that a draft model needs before it drafts; they count for all these tokens.
     """
     seconds, given, behind = stats.costs
-    expected = [expected_tokens(stats, k, strict_tail) - 1 for k in depths]
+    expected = [jnp.minimum(expected_tokens(stats, k, strict_tail), left) - 1 for k in depths]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
     more = jnp.sum(jnp.where(live, jnp.minimum(left, _FORESEEN_TOKENS), 0))
     start = num_behind * behind / jnp.maximum(more, 1)

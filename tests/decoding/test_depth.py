@@ -29,9 +29,11 @@ def stats_of(*counts: Sequence[float], seconds: Sequence[float] = (1.0,)) -> Acc
     return AcceptanceStats(*by_kind, costs=jnp.asarray((seconds, *same)))
 
 
-def chosen_of(stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...]) -> int:
+def chosen_of(
+    stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], left: int = 99
+) -> int:
     """The index of the depth, where a draft model lacks nothing."""
-    return int(choose_depth(stats, live, depths, 0, jnp.full(live.shape, 9), jnp.int32(0))[0])
+    return int(choose_depth(stats, live, depths, 0, jnp.full(live.shape, left), jnp.int32(0))[0])
 
 
 def verdict_of(why: np.ndarray) -> Verdict:
@@ -76,6 +78,11 @@ def test_the_depth_of_most_tokens_a_second(
 ) -> None:
     stats = stats_of((matched, 0.0, refused, 0.0), seconds=seconds)
     assert chosen_of(stats, jnp.array([True]), (2, 6, 12)) == chosen
+
+
+def test_no_more_is_drafted_than_a_row_may_still_get() -> None:
+    stats, depths = stats_of((50.0, 0.0, 0.5, 0.0), seconds=(1, 1.2, 1.5)), (2, 6, 12)
+    assert [chosen_of(stats, jnp.array([True]), depths, left) for left in (3, 5, 13)] == [0, 1, 2]
 
 
 def test_finished_rows_have_no_say() -> None:

@@ -198,7 +198,7 @@ def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() ->
     """A token takes a second alone and half of one drafted, and each pass before that a quarter."""
     costs = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4]).after(rounds(0))
     np.testing.assert_allclose(costs[2], [0.0, 0.25 * 1.0, 0.25 * 1.0], rtol=1e-5)
-    assert [chosen(costs, left) for left in (1, 60)] == [4, 4]
+    assert [chosen(costs, left) for left in (5, 60)] == [4, 4]
     assert [chosen(costs, left, num_behind=8) for left in (1, 4, 60)] == [0, 0, 4]
     assert [chosen(costs, 10**6, num_behind=number) for number in (8, 10**3)] == [4, 0]
 

@@ -80,8 +80,8 @@ def rotate(x: Queries, cosines: Angles, sines: Angles) -> Queries:
 
 # Numbers of a vector register; products of other widths have a slow end.
 _CPU_WIDTH = 16
-# Positions that a query which attends by itself reads at a time.
-_BLOCK = 64
+# Positions that queries which attend by themselves read at a time, and how many these are.
+_BLOCK, _QUERIES = 64, 4
 
 Angles = Float[Array, "*batch half"]
 Queries = Float[Array, "rows time heads head"]
@@ -185,9 +185,9 @@ def attend_alone(
 ) -> Queries:  # fmt: skip
     """Attends as `attend_cached` on one device, by loops over rows, queries and blocks of keys.
 
-    Keys lie at their positions, whether they are the cache's or the pass's own, and a query reads
-    those before it in blocks of one size. So its bits depend neither on the other tokens of the
-    pass, nor on how many positions the pass attends to.
+    Keys lie at their positions, whether they are the cache's or the pass's own, and a few queries
+    at a time, always as many, read those before them in blocks of one size. So a query's bits
+    depend neither on the other tokens of the pass, nor on how many positions the pass attends to.
     """
     rows, time, _, head = query.shape
     kv_heads, capacity = cache.keys.shape[2:4]
@@ -226,25 +226,33 @@ def attend_alone(
                 for cached, new in zip(entries, own, strict=True)
             ]
 
-        def of_query(one: Array, step: Array) -> Array:
+        def of_queries(few: Array, step: Array) -> Array:
             last = start + jnp.minimum(step + ahead, time - 1)
-            return _attend_block_by_block(one, kv_heads, read, start + step, last, window)
+            return _attend_block_by_block(few, kv_heads, read, start + step, last, window)
 
-        return each_alone(of_query, query, jnp.arange(time, dtype=jnp.int32))
+        padded = jnp.pad(query, ((0, -time % _QUERIES), (0, 0), (0, 0)))
+        few = padded.reshape(-1, _QUERIES, *query.shape[1:])
+        step = jnp.arange(len(padded), dtype=jnp.int32).reshape(-1, _QUERIES)
+        return each_alone(of_queries, few, step).reshape(padded.shape)[:time]
 
     return each_alone(of_row, query, key, value, cache.length, jnp.arange(rows, dtype=jnp.int32))
 
 
 def _attend_block_by_block(
-    query: Float[Array, "heads head"],
+    queries: Float[Array, "few heads head"],
     kv_heads: int,
     read: Callable[[Int[Array, ""]], Sequence[Float[Array, "kv_heads block head"]]],
-    position: Int[Array, ""],
-    last: Int[Array, ""],
+    position: Int[Array, " few"],
+    last: Int[Array, " few"],
     window: Int[Array, ""] | None,
-) -> Float[Array, "heads head"]:
-    """Attends with one query up to the last position, its softmax merged from block to block."""
-    grouped = (query * query.shape[-1] ** -0.5).reshape(kv_heads, -1, query.shape[-1])
+) -> Float[Array, "few heads head"]:
+    """Attends with queries up to the last position of each, the softmax merged block by block.
+
+    A block of which a query sees nothing changes no bit of what others have given it.
+    """
+    few, _, head = queries.shape
+    by_head = (queries * head**-0.5).reshape(few, kv_heads, -1, head).swapaxes(0, 1)
+    grouped = by_head.reshape(kv_heads, -1, head)
     lowest = jnp.finfo(jnp.float32).min
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -252,20 +260,23 @@ def _attend_block_by_block(
         before, mass, mixed = merged
         some_keys, some_values = read(index)
         at = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-        seen = at <= last if window is None else (at <= last) & (position - at < window)
-        scores = product("kgh,ksh->kgs", grouped, some_keys.astype(query.dtype))
-        scores = jnp.where(seen, scores, lowest)
+        seen = at <= last[:, None]
+        if window is not None:
+            seen &= position[:, None] - at < window
+        scores = product("kgh,ksh->kgs", grouped, some_keys.astype(queries.dtype))
+        scores = jnp.where(jnp.repeat(seen, by_head.shape[2], axis=0), scores, lowest)
         largest = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - largest), jnp.exp(before - largest)
         mass = mass * kept + weights.sum(axis=-1, keepdims=True)
         sums = product("kgs,ksh->kgh", weights.astype(some_values.dtype), some_values)
         return largest, mass, mixed * kept + sums
 
-    first = 0 if window is None else jnp.maximum(position + 1 - window, 0) // _BLOCK
+    first = 0 if window is None else jnp.maximum(position.min() + 1 - window, 0) // _BLOCK
     nothing = jnp.zeros((*grouped.shape[:2], 1), jnp.float32)
     begin = (nothing + lowest, nothing, jnp.zeros(grouped.shape, jnp.float32))
-    _, mass, mixed = jax.lax.fori_loop(first, last // _BLOCK + 1, of_block, begin)
-    return (mixed / mass).reshape(query.shape).astype(query.dtype)
+    _, mass, mixed = jax.lax.fori_loop(first, last.max() // _BLOCK + 1, of_block, begin)
+    found = (mixed / mass).reshape(by_head.shape).swapaxes(0, 1)
+    return found.reshape(queries.shape).astype(queries.dtype)
 
 
 def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:

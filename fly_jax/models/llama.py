@@ -37,11 +37,13 @@ from fly_jax.shapes import Hidden, Index, Inputs, Logits, Tokens
 from fly_jax.sharding.rules import Layout
 
 try:
-    from qwix import QArray, dot_general, quantize
+    from qwix import QArray as QArray
     from qwix import dequantize as dequantize
+    from qwix import quantize as quantize
 except ImportError:  # older ones have them only here; tpu-inference asks for one of them
-    from qwix.pallas import QArray, dot_general, quantize
+    from qwix.pallas import QArray as QArray
     from qwix.pallas import dequantize as dequantize
+    from qwix.pallas import quantize as quantize
 
 # An equation of `einsum`, activations [batch, time, *in], and a matrix.
 Matmul = Callable[[str, Array, Array], Array]
@@ -49,6 +51,7 @@ Matmul = Callable[[str, Array, Array], Array]
 # Up to so many tokens, a CPU is faster with the matrix in front of them, unless its caches hold
 # most of the layers: those of so many bytes.
 _FEW_TOKENS = 128
+_FEW_INTEGERS = 24  # the same for matrices of integers, which are not packed
 _CACHED_BYTES = 2**26
 _STEPS = (1, 4, 8)  # in which their number grows
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
@@ -145,16 +148,20 @@ def of_chosen_integers(
     tokens = x.shape[0] * x.shape[1]
     flat = x.reshape(tokens, -1).astype(jnp.float32)
     rows = quantize(jnp.pad(flat, ((0, -tokens % 4), (0, 0))), jnp.int8, channelwise_axes=[0])
+    is_wide = tokens > _FEW_INTEGERS
 
     def of(matrix: Array, scale: Array) -> Array:
-        columns = QArray(matrix.reshape(-1, flat.shape[1]), scale.reshape(-1, 1))
+        columns, scale = matrix.reshape(-1, flat.shape[1]), scale.reshape(-1)
+        first, second = (rows.qvalue, columns) if is_wide else (columns, rows.qvalue)
         both = (((1,), (1,)), ((), ()))
-        outputs = dot_general(columns, rows, both, preferred_element_type=jnp.float32)
+        sums = jax.lax.dot_general(first, second, both, preferred_element_type=jnp.int32)
+        outputs = sums * scale * rows.scale if is_wide else sums * scale[:, None] * rows.scale.T
         return jax.lax.optimization_barrier(outputs)
 
     each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
-    outputs = jax.lax.switch(chosen, each)[:, :tokens]
-    return outputs.T.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
+    outputs = jax.lax.switch(chosen, each)
+    outputs = (outputs if is_wide else outputs.T)[:tokens]
+    return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
 
 
 Product = Callable[[str, Array, str], Array]

@@ -164,9 +164,10 @@ def _in_three_lines(pair: dict[str, Any], real: dict[str, Any]) -> list[str]:
         f"{slow['over_tuned_exact']:.2f} times as fast as tuned exact decoding.",
         "2. **A real model, its own text** (Qwen2.5-Coder-1.5B-Instruct, exact, by the lookup): "
         f"{on_code['speed_up']:.1f} times as fast on HumanEval ({on_code['tokens_per_second']:.0f} "
-        f"tokens/s; llama.cpp {llama_cpp}; {of_auto['speed_up']:.1f} times with a 0.5B draft "
-        f"above the lookup, K = `auto`) and {_fastest(spec, 'exact')['speed_up']:.2f} times on "
-        f"Spec-Bench ({of_three['exact, K = 3']['speed_up']:.2f} with the 0.5B alone and K = 3), "
+        f"tokens/s; llama.cpp {llama_cpp}; {of_auto['speed_up']:.1f} times, on another machine, "
+        "with a 0.5B draft above the lookup and K = `auto`) and "
+        f"{_fastest(spec, 'exact')['speed_up']:.2f} times on Spec-Bench "
+        f"({of_three['exact, K = 3']['speed_up']:.2f} with the 0.5B alone and K = 3), "
         f"on 2 CPU cores in int8; {_fastest(gpu, 'exact')['speed_up']:.2f} times over "
         f"both on an H100. SmolLM2-135M-Instruct gains {gain:.2f} times on a CPU.",
         f"3. **That model, loosened**: FLy with a 0.5B draft (K = 15) is "

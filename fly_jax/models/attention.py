@@ -80,8 +80,10 @@ def rotate(x: Queries, cosines: Angles, sines: Angles) -> Queries:
 
 # Numbers of a vector register; products of other widths have a slow end.
 _CPU_WIDTH = 16
-# Positions that queries which attend by themselves read at a time, and how many these are.
-_BLOCK, _QUERIES = 64, 4
+# Positions that queries which attend by themselves read at a time, and how many these are at most.
+_BLOCK, _QUERIES = 64, 32
+# Up to so many numbers the compiler rounds `exp` and sums otherwise, and beyond them always alike.
+_FEW_SCORES = 4096
 
 Angles = Float[Array, "*batch half"]
 Queries = Float[Array, "rows time heads head"]
@@ -185,9 +187,9 @@ def attend_alone(
 ) -> Queries:  # fmt: skip
     """Attends as `attend_cached` on one device, by loops over rows, queries and blocks of keys.
 
-    Keys lie at their positions, whether they are the cache's or the pass's own, and a few queries
-    at a time, always as many, read those before them in blocks of one size. So a query's bits
-    depend neither on the other tokens of the pass, nor on how many positions the pass attends to.
+    Keys lie at their positions, whether they are the cache's or the pass's own, and queries read
+    those before them in blocks of one size. So a query's bits depend neither on the other tokens of
+    the pass, nor on how many positions the pass attends to.
     """
     rows, time, _, head = query.shape
     kv_heads, capacity = cache.keys.shape[2:4]
@@ -230,9 +232,10 @@ def attend_alone(
             last = start + jnp.minimum(step + ahead, time - 1)
             return _attend_block_by_block(few, kv_heads, read, start + step, last, window)
 
-        padded = jnp.pad(query, ((0, -time % _QUERIES), (0, 0), (0, 0)))
-        few = padded.reshape(-1, _QUERIES, *query.shape[1:])
-        step = jnp.arange(len(padded), dtype=jnp.int32).reshape(-1, _QUERIES)
+        turns = -(-time // _QUERIES)
+        padded = jnp.pad(query, ((0, -time % turns), (0, 0), (0, 0)))
+        few = padded.reshape(turns, -1, *query.shape[1:])
+        step = jnp.arange(len(padded), dtype=jnp.int32).reshape(turns, -1)
         return each_alone(of_queries, few, step).reshape(padded.shape)[:time]
 
     return each_alone(of_row, query, key, value, cache.length, jnp.arange(rows, dtype=jnp.int32))
@@ -265,17 +268,20 @@ def _attend_block_by_block(
             seen &= position[:, None] - at < window
         scores = product("kgh,ksh->kgs", grouped, some_keys.astype(queries.dtype))
         scores = jnp.where(jnp.repeat(seen, by_head.shape[2], axis=0), scores, lowest)
+        scores = jnp.pad(scores, fill)  # by rows of nothing, so that there are not few
         largest = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - largest), jnp.exp(before - largest)
         mass = mass * kept + weights.sum(axis=-1, keepdims=True)
-        sums = product("kgs,ksh->kgh", weights.astype(some_values.dtype), some_values)
-        return largest, mass, mixed * kept + sums
+        sums = product("kgs,ksh->kgh", weights[:, :own].astype(some_values.dtype), some_values)
+        return largest, mass, mixed * kept[:, :own] + sums
 
     first = 0 if window is None else jnp.maximum(position.min() + 1 - window, 0) // _BLOCK
-    nothing = jnp.zeros((*grouped.shape[:2], 1), jnp.float32)
+    own = grouped.shape[1]
+    fill = ((0, 0), (0, max(_FEW_SCORES // (kv_heads * _BLOCK) + 1 - own, 0)), (0, 0))
+    nothing = jnp.pad(jnp.zeros((*grouped.shape[:2], 1), jnp.float32), fill)
     begin = (nothing + lowest, nothing, jnp.zeros(grouped.shape, jnp.float32))
     _, mass, mixed = jax.lax.fori_loop(first, last.max() // _BLOCK + 1, of_block, begin)
-    found = (mixed / mass).reshape(by_head.shape).swapaxes(0, 1)
+    found = (mixed / mass[:, :own]).reshape(by_head.shape).swapaxes(0, 1)
     return found.reshape(queries.shape).astype(queries.dtype)
 
 

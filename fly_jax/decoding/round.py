@@ -151,9 +151,9 @@ class RoundProgram:
             nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
             return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
         wanted = None if depth is None else jnp.full_like(state.length, depth)
-        if drafter.adapts:  # for a finished row nobody is to wait
-            all_wanted = k if wanted is None else wanted
-            wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)
+        if drafter.adapts or drafter.rests:  # for a finished row nobody is to wait
+            all_wanted, least = k if wanted is None else wanted, 0 if drafter.rests else 1
+            wanted = jnp.where(state.finished, jnp.minimum(all_wanted, least), all_wanted)
         terms = Terms(wanted, self.inputs.sampling, keys)
         return drafter.propose(state.drafter, state.tokens, state.length, k, terms)
 

@@ -118,6 +118,22 @@ def positions_written(cache: KVCache) -> list[int]:
     return [int(np.flatnonzero(row)[-1]) + 1 for row in written]
 
 
+def test_a_row_that_is_not_asked_for_takes_nothing_in() -> None:
+    """Until it is: a finished row that was left out costs the others no pass."""
+    target = pairs.random_target(VARIED)
+    drafter = dataclasses.replace(pairs.model_drafter(target, None), rests=True)
+    prompts = [[3, 1, 4, 1, 5] * 8, [9], [2, 6, 5]]
+    text, length = pairs.padded(prompts, 64)
+    known, said = np.array([5, 0, 2]), pairs.greedy(target, prompts, K)
+    for first, num_passes in ((0, K), (K, K + 3)):
+        terms = Terms(np.array([first, K, K]))
+        draft, cache = drafted(drafter, text, length, [known], terms, beyond=1e4)
+        assert draft.num_passes.tolist() == [num_passes]
+        assert cache.length.tolist() == [44 if first else 5, K, K + 2]
+        rows = slice(None) if first else slice(1, None)
+        np.testing.assert_array_equal(draft.tokens[rows], said[rows])
+
+
 def test_a_lookup_that_finds_nothing_costs_nothing() -> None:
     prompts = without_repeats()
     plain, plain_cache = draft(VARIED, prompts, None)

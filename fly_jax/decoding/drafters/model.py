@@ -207,6 +207,7 @@ class DraftModel(ModelDrafter):
             num_passes_below=jnp.zeros(self.num_models - 1, jnp.int32),
         )
         progress = run.first_token(progress)
+        known = progress.cache.length
         if self.adapts:
             progress = jax.lax.while_loop(
                 lambda progress: jnp.any(progress.count < wanted), run.advance, progress
@@ -216,9 +217,8 @@ class DraftModel(ModelDrafter):
             progress = jax.lax.fori_loop(
                 1, terms.most(num_speculative_tokens), lambda _, one: run.advance(one), progress
             )
-        # The last draft token has not been fed; a model that was not asked has been fed nothing.
-        fed = length + progress.count - 1
-        held = jnp.where(progress.count > 0, fed, progress.cache.length)
+        # The last draft token has not been fed; a row that was not asked for has been fed nothing.
+        held = jnp.where(run.is_asked, length + progress.count - 1, known)
         draft = Draft(
             tokens=slice_rows(progress.text, length, num_speculative_tokens),
             logits=None if progress.logits is None else progress.logits[:, :num_speculative_tokens],
@@ -238,6 +238,12 @@ class _Run:
     wanted: RowInts
     terms: Terms
 
+    @property
+    def is_asked(self) -> RowFlags:
+        """The rows that are drafted for; of a model that lags all or none, since a pass is wide."""
+        each = self.wanted > 0
+        return each if self.drafter.rests else jnp.broadcast_to(jnp.any(each), each.shape)
+
     def first_token(self, progress: _Progress) -> _Progress:
         """Feeds what the model has not seen yet, and drafts one token."""
         lags, rests = self.drafter.lags, self.drafter.rests
@@ -245,16 +251,15 @@ class _Run:
             return self._catch_up(progress, _CATCH_UP)
         width, most = (_CATCH_UP_BELOW,) * 2 if lags else (_CATCH_UP, _CATCH_UP_AFTER)
         start = jnp.maximum(self.length - width, 0)
-        is_asked = jnp.any(self.wanted > 0)
         latest = jnp.maximum(self.length - most, 0)
-        needed = jnp.where(is_asked, start, 0)
+        needed = jnp.where(self.is_asked, start, 0)
         progress, held, fed = caught_up(
             lambda one, at: self._fed(one, at, most)[0],
             progress, progress.cache.length, needed, most, latest,
         )  # fmt: skip
-        cache = progress.cache.with_length(held)
-        progress = dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + fed)
-        return once(is_asked, lambda one: self._catch_up(one, width), progress)
+        progress = dataclasses.replace(progress, num_passes=progress.num_passes + fed)
+        progress = once(jnp.any(self.is_asked), lambda one: self._catch_up(one, width), progress)
+        return dataclasses.replace(progress, cache=progress.cache.with_length(held))
 
     def advance(self, progress: _Progress) -> _Progress:
         """Drafts one token, and those from below that the model agrees with."""

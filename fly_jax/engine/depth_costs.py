@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ _FIRST_TOKENS, _FADING = 32.0, 0.02
 _LEAST_KEPT = 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
-# How often a round of each depth is timed before the first request; the fastest counts.
-_TIMINGS = 3
+# How often a round of each depth is timed before the first request; the fastest counts. The first
+# brings a draft model's weights into memory, and one that takes so many seconds is timed twice.
+_TIMINGS, _LONG = 3, 0.5
 
 Program = tuple[int, int]
 
@@ -99,7 +101,9 @@ class DepthCosts:
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         num_passes = dict.fromkeys(self.depths, 0.0)
         assert attended is not None
-        for depth in self.depths * _TIMINGS:
+        for turn, depth in itertools.product(range(_TIMINGS), self.depths):
+            if turn > 1 and found[depth] > _LONG:
+                continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])
             only = programs.put(_only(depth, self.depths))

@@ -20,7 +20,7 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
 from fly_jax.engine.prefill import (
     FEW_SHAPES_PREFILL_TOKENS,
@@ -127,7 +127,7 @@ class Engine:
             whose windows cannot be deferred together; K without anything that proposes, a level
             without a size, vocabularies of different sizes, or no memory where one is needed.
         """
-        context = target.config.max_context
+        context, self._vocab_size = target.config.max_context, target.config.vocab_size
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
         check_sizes(num_slots, prefill_chunk, length, context)
         if not offline:
@@ -456,21 +456,31 @@ class Engine:
     def _time_depths(
         self, state: DecodeState, inputs: RuleInputs, places: Sequence[tuple[int, int]]
     ) -> DecodeState:
-        """Times rounds of each K, by positions and rows, in slots that then hold nothing."""
+        """Times rounds of each K, by positions and rows, in slots that then hold nothing.
+
+        Texts have half the positions, about as many as those of requests: attention is a third of a
+        round on a CPU.
+        """
         assert self.costs is not None
         # A lookup alone must find something, at every depth; one below a draft model must not.
-        period = self.spec.static.num_speculative_tokens + 1
-        length = 2 * period + Lookup.max_ngram if isinstance(self.drafter, Lookup) else 1
-        prompt = [at % period for at in range(min(length, self.max_length - 1))]
-        request = RequestState(Request(prompt, self.max_length), self._own)
-        row = self._prefill.rows([request], 1)
+        looks_up = isinstance(self.drafter, Lookup)
+        period = self.spec.static.num_speculative_tokens + 1 if looks_up else self._vocab_size
         for attended, number in places:
+            length = min(max(attended // 2, 1), self.max_length - 1)
+            row = self._row_read([at % period for at in range(length)])
             seated = self._programs.put_numbers(np.arange(self._row_steps[-1]) < number)
             inputs = dataclasses.replace(inputs, seated=seated)
             state = state.attending(attended)
             state = self.costs.measure(self._programs, state, inputs, row, number).attending(None)
         self.slots.forget()
         return state
+
+    def _row_read(self, prompt: list[int]) -> DecodeState:
+        """A row whose prompt counts as read by all: what caches hold changes no time."""
+        row = self._prefill.rows([RequestState(Request(prompt, self.max_length), self._own)], 1)
+        read = len(prompt) - 1
+        known = map_caches(lambda one: one.with_length(one.length + read), row.drafter)
+        return dataclasses.replace(row, drafter=known)
 
     def _forget_rounds(self) -> None:
         """Forgets the rounds on their way, if all requests in them are finished."""

@@ -21,9 +21,9 @@ _PRIOR_LOOSE_RATE = 0.95
 # The prior of K = auto has lower rates and more tokens, so that one refusal does not end drafting.
 # `_LASTING_TOKENS` of them never fade: after long without drafts these rates count again.
 _HOPED_TOKENS, _LASTING_TOKENS = 8.0, 0.25
-_HOPED_STRICT_RATE, _HOPED_LOOSE_RATE = 0.75, 0.85
+HOPED_STRICT_RATE, _HOPED_LOOSE_RATE = 0.75, 0.85
 # Nobody knows where a text will end: so many more tokens of a row, at most, are worth a start.
-_FORESEEN_TOKENS = 64
+FORESEEN_TOKENS = 64
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceSt
     """Gives rows that begin a guess: half the prior of K = auto, half what all rows have seen."""
     total = jnp.sum(stats.matched + stats.rescued + stats.refused + stats.cut)
     scale = _HOPED_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    hoped = _counts(_HOPED_TOKENS, _HOPED_STRICT_RATE, _HOPED_LOOSE_RATE)
+    hoped = _counts(_HOPED_TOKENS, HOPED_STRICT_RATE, _HOPED_LOOSE_RATE)
     for name, hope in zip(("matched", "rescued", "refused", "cut"), hoped, strict=True):
         counts = getattr(stats, name)
         begun = (jnp.where(total > 0, jnp.sum(counts) * scale, hope) + hope) / 2
@@ -93,7 +93,7 @@ def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> Accepta
 def strict_rate(stats: AcceptanceStats) -> RowFloats:
     """Share of the draft tokens that the lossless rule takes."""
     total = stats.matched + stats.rescued + stats.refused + stats.cut
-    return (stats.matched + _LASTING_TOKENS * _HOPED_STRICT_RATE) / (total + _LASTING_TOKENS)
+    return (stats.matched + _LASTING_TOKENS * HOPED_STRICT_RATE) / (total + _LASTING_TOKENS)
 
 
 def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> RowFloats:
@@ -129,7 +129,7 @@ def choose_depth(
     seconds, given, behind = stats.costs
     expected = [jnp.minimum(expected_tokens(stats, k, strict_tail), left) - 1 for k in depths]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
-    more = jnp.sum(jnp.where(live, jnp.minimum(left, _FORESEEN_TOKENS), 0))
+    more = jnp.sum(jnp.where(live, jnp.minimum(left, FORESEEN_TOKENS), 0))
     start = num_behind * behind / jnp.maximum(more, 1)
     promised = 1 / (seconds / (jnp.sum(live) + given * totals) + start)
     return jnp.argmax(promised).astype(jnp.int32), totals

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fly_jax.decoding.depth import HOPED_STRICT_RATE
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
@@ -34,7 +35,8 @@ class Round(NamedTuple):
     """The depth of a round, and the draft tokens of all rows that were kept, and expected to be.
 
     If nothing `is_drafted`, since a lookup finds nothing, it is a round of one token at a time.
-    `num_passes` are the draft model's: with a lookup below they depend on the text.
+    `num_passes` are the draft model's: with a lookup below they depend on the text. `num_rows` had
+    something to do.
     """
 
     depth: int
@@ -42,6 +44,7 @@ class Round(NamedTuple):
     expected: float
     is_drafted: bool = True
     num_passes: int = 0
+    num_rows: int = 1
 
 
 class DepthCosts:
@@ -54,21 +57,24 @@ class DepthCosts:
     Attributes:
       depths: what K is chosen from, in ascending order.
       current: K of the last round that was read.
-      undrafted: rounds of so many rows without a draft, since the last one with.
       num_rounds: that were read, by K.
+      read_seconds: that a draft model takes for a token of a prompt.
     """
 
     def __init__(self, depths: Sequence[int]) -> None:
         """Begins with nothing known, so that the largest K is taken."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self.current = self.num_speculative_tokens
-        self.undrafted: collections.Counter[int] = collections.Counter()
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
         self._passes_run = 1.0  # of those
         self._drafts = np.full((2, len(self.depths)), _FIRST_TOKENS, np.float32)
+        hoped = np.cumsum(HOPED_STRICT_RATE ** np.arange(self.num_speculative_tokens + 1)) - 1
+        self._hoped = hoped[list(self.depths)]  # draft tokens that a row keeps of a round
+        self._kept = 1.0  # the share of them that rows have kept
+        self.read_seconds = 0.0
 
     def learn(
         self, program: Program, seconds: Sequence[float], num_passes: Sequence[float] = ()
@@ -122,6 +128,18 @@ class DepthCosts:
         self.learn((rows, attended), list(found.values()), list(num_passes.values()))
         return state
 
+    def measure_reading(
+        self, programs: Programs, rows: DecodeState, size: int, attended: int
+    ) -> None:
+        """Times a chunk of the prompts of `rows`, which are donated, with a draft model or not."""
+        seconds, tokens = {True: math.inf, False: math.inf}, len(rows.length) * size
+        for drafts in (True, False) * _TIMINGS:
+            rows, begin = jax.block_until_ready(rows), time.perf_counter()
+            rows = programs.prefill_chunk(rows, size, 0, attended, drafts=drafts)
+            jax.block_until_ready(rows)
+            seconds[drafts] = min(seconds[drafts], time.perf_counter() - begin)
+        self.read_seconds = max(seconds[True] - seconds[False], 0.0) / tokens
+
     def next(self, program: Program, *, may_vary: bool) -> np.ndarray:
         """The `AcceptanceStats.costs` of the next rounds, [3, depths]; `may_vary`: K is free."""
         known = self._seconds.get(program)
@@ -136,19 +154,41 @@ class DepthCosts:
         given = np.maximum(self._drafts[0] / self._drafts[1], _LEAST_KEPT)
         return np.stack((seconds, np.minimum.accumulate(given), behind)).astype(np.float32)
 
+    def pays_to_read(self, rows: int, num_live: int, lengths: Sequence[int], new: int) -> bool:
+        """Tells whether drafts are likely to save as much as a draft model takes to read prompts.
+
+        Where they are not, a little more is hoped for of drafts at the next prompt.
+
+        Args:
+          rows: of a round that has the prompts' rows too; `num_live` have something to do.
+          lengths: tokens of each prompt that are to be read.
+          new: tokens that are to follow them.
+        """
+        programs = [one for one in self._seconds if one[0] == rows and one[1] >= max(lengths)]
+        if not programs:
+            return True
+        program = min(programs)
+        draft = self._pass_seconds[program] * self._passes_run * self._num_passes
+        each = (self._seconds[program] + draft) / (num_live * (1 + self._kept * self._hoped))
+        pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
+        if not pays:
+            self._kept += _FADING * (1 - self._kept)
+        return bool(pays)
+
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""
         last, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
         for one in rounds:
             self.num_rounds[one.depth] += 1
             self.current = one.depth
-            self.undrafted[program[0]] = 0 if one.depth else self.undrafted[program[0]] + 1
         if program not in self._seconds or len({one.depth for one in drafted}) != 1:
             return
         at = self.depths.index(drafted[0].depth)
         if drafted[0].depth:
             seen = np.sum([(one.kept, one.expected) for one in drafted], axis=0)
             self._drafts[:, at] += seen - _FADING * self._drafts[:, at]
+            hoped = self._hoped[at] * sum(one.num_rows for one in drafted)
+            self._kept += _FADING * (seen[0] / hoped - self._kept)
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
         usual = self._num_passes[at] or num_passes
         if usual and num_passes <= usual:  # others took in what the draft model lacked
@@ -166,8 +206,8 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     assert output.expected is not None
     is_live = (output.count > 0) | (output.num_drafted > 0)
     kept = np.sum(output.count - (output.count > 0), axis=1)
-    drafted = np.any(output.num_drafted, axis=1)
-    parts = (output.depth, kept, output.expected, drafted, output.num_draft_passes)
+    drafted, rows = np.any(output.num_drafted, axis=1), np.sum(output.count > 0, axis=1)
+    parts = (output.depth, kept, output.expected, drafted, output.num_draft_passes, rows)
     rounds = zip(np.any(is_live, axis=1), *(one.tolist() for one in parts), strict=True)
     return [Round(*one) for is_run, *one in rounds if is_run]
 

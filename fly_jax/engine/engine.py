@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self, cast
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax.stages import Traced
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec
-from fly_jax.decoding.depth import AcceptanceStats
+from fly_jax.decoding.depth import FORESEEN_TOKENS, AcceptanceStats
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
@@ -43,14 +44,12 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.processes import broadcast
-from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
 # So many waiting requests are searched for those that can be run with the first.
 _LOOKAHEAD = 64
-# After so many rounds without a draft a draft model is not given the prompts of more rows.
-_UNDRAFTED = 16
 
 Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
 
@@ -447,6 +446,10 @@ class Engine:
             state, _ = programs.run(state.attending(attended), inputs[drawn_too], number)
             state = state.attending(None)
             on_progress(next(done), total)
+        if self.costs is not None and new_chunks:
+            number, size, attended = max(new_chunks, key=lambda chunk: chunk[1])
+            rows = self._prefill.rows([], number)
+            self.costs.measure_reading(programs, rows, size, attended)
         if self.costs is not None and rounds:
             places = sorted({(attended, number) for _, attended, number in rounds})
             state = self._time_depths(state, inputs[kinds[0]], places)
@@ -495,17 +498,25 @@ class Engine:
                 group = self._next_group()
                 if not group:
                     return
-                prefill.begin(group, self._held(), drafts=self._drafts_with(len(group)))
+                prefill.begin(group, self._held(), drafts=self._is_read_by_draft(group))
             num_tokens, rows = prefill.run()
             num_run += num_tokens
             if rows is not None:  # so that they are in the next rounds
                 self._seat(prefill.end(), rows)
 
-    def _drafts_with(self, number: int) -> bool:
-        """Tells whether rounds that so many more requests join are likely to draft."""
-        used = len(self.slots.live) + number
-        rows = next(step for step in self._row_steps if step >= used)
-        return self.costs is None or self.costs.undrafted[rows] < _UNDRAFTED
+    def _is_read_by_draft(self, group: Sequence[tuple[RequestState, Prefix]]) -> bool:
+        """Tells whether drafts are likely to pay for reading these prompts."""
+        if self.costs is None:
+            return True
+        lengths = [len(one.request.prompt) - prefix.length for one, prefix in group]
+        new = sum(min(one.request.max_new_tokens, FORESEEN_TOKENS) for one, _ in group)
+        pays = self.costs.pays_to_read(*self._soon(len(group)), lengths, new)
+        return bool(broadcast(pays)) if self._programs.spans_processes else pays
+
+    def _soon(self, number: int) -> tuple[int, int]:
+        """Rows of a round once so many prompts are run, and all that wait; and requests in them."""
+        requests = min(len(self.slots.live) + number + len(self.waiting), self._row_steps[-1])
+        return next(step for step in self._row_steps if step >= requests), requests
 
     def _next_group(self) -> list[tuple[RequestState, Prefix]]:
         """The first request that waits, with others whose prompts are run in the same passes."""
@@ -554,7 +565,9 @@ class Engine:
         state = self._held().attending(attended)
         if self.costs is not None:
             may_vary = self._load_may_change_text or all(one.lets_k_vary for _, one in live)
-            costs = self.costs.next((rows, attended), may_vary=may_vary)
+            # As for all that will be decoded: while requests wait, a longer round delays them.
+            soon, _ = self._soon(len(self._prefill.group))
+            costs = self.costs.next((max(rows, soon), attended), may_vary=may_vary)
             if self._programs.spans_processes:  # which must all choose the same
                 costs = np.asarray(broadcast(costs.tolist()), np.float32)
             state = state.choosing(self._programs.put(costs))
@@ -620,3 +633,59 @@ class Engine:
         """Frees a slot before its row is done."""
         self.slots.give_back(slot)
         self._state = self._programs.release(self._held(), slot)
+
+
+def generate(
+    pair: Pair,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    config: DecodingConfig | None = None,
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    seed: int = 0,
+    memory: CorrectionMemory | str | None = None,
+    audits: bool = False,
+    drafter: str | Drafter | None = None,
+    **given: Any,
+) -> list[Generation]:
+    """Decodes prompts, given as text or as token ids.
+
+    A pair that nothing proposes to decodes one token at a time, whatever the rule.
+
+    Args:
+      config: how, but for what is given below; None for `default_config`, which the command line
+        takes too.
+      seed: of the draws, where the rule samples.
+      memory: a memory of corrections, which learns, or the file that holds one.
+      audits: fills `Generation.reports`.
+      drafter: what proposes instead of the pair's draft models; see `Pair`.
+      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
+        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
+
+    Raises:
+      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
+        `Engine.of` refuses.
+    """
+    if isinstance(prompts, str) or not prompts or batch_size < 1:
+        raise FlyJaxError(
+            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
+            "[text] for a single text."
+        )
+    if drafter is not None:
+        pair = dataclasses.replace(pair, drafter=drafter)
+    if isinstance(memory, str):
+        given["memory"], memory = memory, None
+    config = pair.config(config, **given)
+    ids = [
+        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in prompts
+    ]
+    if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
+        memory = load_memory(
+            Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count
+        )
+    engine = Engine.of(
+        pair, config, prompts=ids, max_new_tokens=max_new_tokens, num_slots=batch_size,
+        audits=audits, memory=memory, with_texts=False,
+    )  # fmt: skip
+    return engine.generate(ids, max_new_tokens, seed=seed)

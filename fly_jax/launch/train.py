@@ -80,7 +80,6 @@ def _make_head(values: _TrainFlags) -> None:
     from fly_jax.models.checkpoints.source import identity
     from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
     from fly_jax.training import expectations, heads
-    from fly_jax.training.teacher_answers import continued
     from fly_jax.training.trainer import steps_done, train
 
     opened = open_pair(values.teacher)
@@ -112,7 +111,7 @@ def _make_head(values: _TrainFlags) -> None:
     engine = Engine.of(
         pair, config, prompts=ids, max_new_tokens=most, num_slots=slots, with_texts=False
     )
-    documents = continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
+    documents = expectations.continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     del engine  # and its caches
     shape = pair.target.config
     layers = heads.layers_read(shape.num_layers)

@@ -1,9 +1,11 @@
-"""A teacher's expectations token by token, and its features; the rows that a head learns from."""
+"""A teacher's answers, its expectations token by token, its features: what a head learns from."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float16, Float32, Int, Int32, UInt16
 from tqdm import tqdm
 
+from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
-from fly_jax.training.teacher_answers import Document
 from fly_jax.training.trainer import Recipe, Row, bfloat16_matmul, stacked
 
 # A teacher's further probabilities are mostly below one in a hundred.
@@ -28,6 +30,47 @@ _PASS_TOKENS = 2048
 ROW_LENGTH = 512
 # Weight of a prompt's token: it is never drafted, but has the same words as answers.
 _PROMPT_WEIGHT = 0.3
+
+
+class Document(NamedTuple):
+    """A prompt and the teacher's answer."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def continued(
+    engine: Engine, prompts: Sequence[Sequence[int]], file: Path, *, max_new_tokens: int, seed: int
+) -> list[Document]:
+    """The teacher's continuations, kept in a JSON lines file that a later run continues."""
+    found = dict(_read(file))
+    with (
+        file.open("a", encoding="utf-8") as out,
+        tqdm(total=len(prompts), initial=len(found), desc="Continuing", unit="prompt") as bar,
+    ):
+        requests = engine.requests(prompts, max_new_tokens, seed=seed)
+        numbers = {engine.submit(one): at for at, one in enumerate(requests) if at not in found}
+        for state, settled in engine.run(()):
+            if settled.finish_reason is None:
+                continue
+            index = numbers[state]
+            found[index] = Document(list(prompts[index]), state.generation.token_ids)
+            out.write(json.dumps({"index": index, **found[index]._asdict()}) + "\n")
+            out.flush()
+            bar.update(1)
+    return [found[index] for index in sorted(found)]
+
+
+def _read(file: Path) -> Iterator[tuple[int, Document]]:
+    """The records of an earlier run; a last one that is incomplete is removed from the file."""
+    if not file.exists():
+        return
+    text = file.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    os.truncate(file, len(whole))
+    for line in whole.splitlines():
+        record = json.loads(line)
+        yield record["index"], Document(record["prompt"], record["answer"])
 
 
 class Expected(NamedTuple):

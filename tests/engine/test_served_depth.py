@@ -104,17 +104,18 @@ def test_a_loosened_or_drawn_request_keeps_its_k_without_leave() -> None:
 
 
 def test_a_prompt_is_run_by_the_draft_model_once_something_is_drafted() -> None:
-    """Where many rounds of as many rows drafted nothing. It begins as one of which it has all."""
+    """Where reading it would not have paid. It begins as one of which it has all."""
     first, prompt = [*range(46)] * 2, [*range(34), *([40, 3] * 10)]
     costs = Schedule(itertools.repeat(0))
     one = engine(costs)
     finished(one, [Request(first, 2)])
-    assert costs.undrafted[1] in (1, 2)
-    costs.undrafted[1] = 16
+    costs.read_seconds = 1e9
     (unused,) = finished(one, [Request(prompt, 2)])
     assert (unused.num_reused, unused.generation.num_draft_passes) == (32, 0)
     costs.said = itertools.repeat(4)
-    found, again = (finished(one, [Request(prompt, LIMIT)])[0] for _ in range(2))
+    (found,) = finished(one, [Request(prompt, LIMIT)])
+    costs.read_seconds = 0.0
+    (again,) = finished(one, [Request(prompt, LIMIT)])
     assert (found.num_reused, again.num_reused) == (32, 48)
     alone = pair_engine(2, AUTO.with_static(depths=()), 0.2, rows=1).generate([prompt], LIMIT)[0]
     for state in (found, again):
@@ -201,6 +202,21 @@ def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() ->
     assert [chosen(costs, left) for left in (5, 60)] == [4, 4]
     assert [chosen(costs, left, num_behind=8) for left in (1, 4, 60)] == [0, 0, 4]
     assert [chosen(costs, 10**6, num_behind=number) for number in (8, 10**3)] == [4, 0]
+
+
+def test_a_prompt_is_read_where_drafts_save_as_much() -> None:
+    """When 2 rows are decoded, and of the best K 2.3125 tokens are hoped for in 1.5 seconds."""
+    costs = Learnt(1.0, 1.5, 2.0)
+    costs.read_seconds = 0.1
+    saved = 64 * (1 - 1.5 / 2.3125) / 2
+    assert [costs.pays_to_read(1, 2, [round(saved * one)], 64) for one in (9, 11)] == [True, False]
+    assert not costs.pays_to_read(1, 2, [round(saved * 5)] * 2, 60)
+    assert costs.pays_to_read(9, 9, [200], 64), "nobody knows"
+    costs.after(rounds(4, given=0.0), times=200)
+    assert not costs.pays_to_read(1, 2, [1], 64)
+    for _ in range(200):
+        costs.pays_to_read(1, 2, [200], 64)
+    assert costs.pays_to_read(1, 2, [1], 64), "where many were not read, one is tried again"
 
 
 def test_rounds_for_which_nothing_was_found_say_nothing_of_their_depth() -> None:

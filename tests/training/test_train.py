@@ -28,9 +28,16 @@ from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
-from fly_jax.training import expectations, heads, teacher_answers
-from fly_jax.training.expectations import Expected, batches, expected, frequent_tokens, laid_out
-from fly_jax.training.teacher_answers import Document, continued
+from fly_jax.training import expectations, heads
+from fly_jax.training.expectations import (
+    Document,
+    Expected,
+    batches,
+    continued,
+    expected,
+    frequent_tokens,
+    laid_out,
+)
 from fly_jax.training.trainer import Recipe, Row, steps_done, train
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -242,7 +249,7 @@ def test_a_head_is_written_as_speculators_reads_it(
 def test_an_interrupted_run_says_how_to_go_on(
     folders: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(teacher_answers, "continued", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(expectations, "continued", Mock(side_effect=KeyboardInterrupt))
     target, prompts = folders
     given = f"train --teacher={target} --prompts_file={prompts} --directory={tmp_path}"
     assert main(given.split()) == 130

@@ -506,12 +506,17 @@ class Engine:
 
     def _is_read_by_draft(self, group: Sequence[tuple[RequestState, Prefix]]) -> bool:
         """Tells whether drafts are likely to pay for reading these prompts."""
-        if self.costs is None:
+        if self.costs is None or not self._lets_k_vary([one for one, _ in group]):
             return True
         lengths = [len(one.request.prompt) - prefix.length for one, prefix in group]
         new = sum(min(one.request.max_new_tokens, FORESEEN_TOKENS) for one, _ in group)
         pays = self.costs.pays_to_read(*self._soon(len(group)), lengths, new)
         return bool(broadcast(pays)) if self._programs.spans_processes else pays
+
+    def _lets_k_vary(self, more: Sequence[RequestState] = ()) -> bool:
+        """Tells whether K is free in rounds of what is decoded, and of more requests."""
+        live = (one for _, one in self.slots.live)
+        return self._load_may_change_text or all(one.lets_k_vary for one in (*live, *more))
 
     def _soon(self, number: int) -> tuple[int, int]:
         """Rows of a round once so many prompts are run, and all that wait; and requests in them."""
@@ -564,7 +569,7 @@ class Engine:
         attended = self._buckets.next_dispatch(known)
         state = self._held().attending(attended)
         if self.costs is not None:
-            may_vary = self._load_may_change_text or all(one.lets_k_vary for _, one in live)
+            may_vary = self._lets_k_vary()
             # As for all that will be decoded: while requests wait, a longer round delays them.
             soon, _ = self._soon(len(self._prefill.group))
             costs = self.costs.next((max(rows, soon), attended), may_vary=may_vary)

@@ -112,6 +112,10 @@ def test_a_prompt_is_run_by_the_draft_model_once_something_is_drafted() -> None:
     costs.read_seconds = 1e9
     (unused,) = finished(one, [Request(prompt, 2)])
     assert (unused.num_reused, unused.generation.num_draft_passes) == (32, 0)
+    other = engine(fixed := Schedule(itertools.repeat(0)))
+    fixed.read_seconds = 1e9
+    (read,) = finished(other, [Request([*prompt, 7], 2, FLY)])  # of which K may not vary
+    assert read.generation.num_draft_passes == 4 * len(fixed.taken) > 0
     costs.said = itertools.repeat(4)
     (found,) = finished(one, [Request(prompt, LIMIT)])
     costs.read_seconds = 0.0

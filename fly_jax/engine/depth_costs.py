@@ -133,7 +133,9 @@ class DepthCosts:
     ) -> None:
         """Times a chunk of the prompts of `rows`, which are donated, with a draft model or not."""
         seconds, tokens = {True: math.inf, False: math.inf}, len(rows.length) * size
-        for drafts in (True, False) * _TIMINGS:
+        for turn, drafts in itertools.product(range(_TIMINGS), seconds):
+            if turn and seconds[drafts] > _LONG:
+                continue
             rows, begin = jax.block_until_ready(rows), time.perf_counter()
             rows = programs.prefill_chunk(rows, size, 0, attended, drafts=drafts)
             jax.block_until_ready(rows)
@@ -147,7 +149,7 @@ class DepthCosts:
             return _only(self.num_speculative_tokens, self.depths)
         # A draft model takes in what it lacks by a pass about as wide as the target's widest.
         behind = self._pass_seconds[program] * known[-1] / known[0] * np.sign(self.depths)
-        known = known + self._pass_seconds[program] * self._passes_run * self._num_passes
+        known = self._round_seconds(program)
         stays = np.equal(self.depths, self.current)
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
         # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
@@ -167,13 +169,16 @@ class DepthCosts:
         programs = [one for one in self._seconds if one[0] == rows and one[1] >= max(lengths)]
         if not programs:
             return True
-        program = min(programs)
-        draft = self._pass_seconds[program] * self._passes_run * self._num_passes
-        each = (self._seconds[program] + draft) / (num_live * (1 + self._kept * self._hoped))
+        each = self._round_seconds(min(programs)) / (num_live * (1 + self._kept * self._hoped))
         pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
         if not pays:
             self._kept += _FADING * (1 - self._kept)
         return bool(pays)
+
+    def _round_seconds(self, program: Program) -> np.ndarray:
+        """The seconds of a round of each depth, with the draft model's passes as they are now."""
+        draft = self._pass_seconds[program] * self._passes_run * self._num_passes
+        return np.asarray(self._seconds[program] + draft)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""
@@ -206,7 +211,7 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     assert output.expected is not None
     is_live = (output.count > 0) | (output.num_drafted > 0)
     kept = np.sum(output.count - (output.count > 0), axis=1)
-    drafted, rows = np.any(output.num_drafted, axis=1), np.sum(output.count > 0, axis=1)
+    drafted, rows = np.any(output.num_drafted, axis=1), np.sum(is_live, axis=1)
     parts = (output.depth, kept, output.expected, drafted, output.num_draft_passes, rows)
     rounds = zip(np.any(is_live, axis=1), *(one.tolist() for one in parts), strict=True)
     return [Round(*one) for is_run, *one in rounds if is_run]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from random_pairs import autoregressive, pair_engine, random_target
 
 from fly_jax import Engine, Exact, Fly, Request, RequestState, Sampling
 from fly_jax.decoding.depth import AcceptanceStats, choose_depth
-from fly_jax.engine.depth_costs import DepthCosts, Round
+from fly_jax.engine.depth_costs import DepthCosts, Round, rounds_run
 from fly_jax.serving.http.metrics import ServerMetrics
 
 FLY, LIMIT, PROGRAM = Fly(0.2, 2), 24, (1, 256)
@@ -221,6 +222,20 @@ def test_a_prompt_is_read_where_drafts_save_as_much() -> None:
     for _ in range(200):
         costs.pays_to_read(1, 2, [200], 64)
     assert costs.pays_to_read(1, 2, [1], 64), "where many were not read, one is tried again"
+
+
+def test_a_round_of_which_all_is_provisional_has_rows_too() -> None:
+    nothing, drafted = np.zeros((1, 3), int), np.array([[4, 4, 0]])
+    numbers = {
+        "depth": np.array([4]),
+        "expected": np.array([5.0]),
+        "num_draft_passes": drafted[0, :1],
+    }
+    (one,) = rounds_run(SimpleNamespace(count=nothing, num_drafted=drafted, **numbers))  # type: ignore[arg-type]
+    assert (one.kept, one.num_rows) == (0, 2)
+    costs = Learnt(1.0, 1.5, 2.0)
+    costs.after([one])
+    assert costs.pays_to_read(1, 2, [1], 64)
 
 
 def test_rounds_for_which_nothing_was_found_say_nothing_of_their_depth() -> None:

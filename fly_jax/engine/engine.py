@@ -446,12 +446,7 @@ class Engine:
             state, _ = programs.run(state.attending(attended), inputs[drawn_too], number)
             state = state.attending(None)
             on_progress(next(done), total)
-        if (
-            self.costs is not None
-            and new_chunks
-            and self.drafter is not None
-            and self.drafter.rests
-        ):
+        if self.costs is not None and new_chunks and cast(Drafter, self.drafter).rests:
             number, size, attended = max(new_chunks, key=lambda chunk: chunk[1])
             rows = self._prefill.rows([], number)
             self.costs.measure_reading(programs, rows, size, attended)

@@ -348,11 +348,14 @@ def load_pair(
 
     def load(one: Checkpoint, layout: Layout | None) -> Llama:
         separates = separates_layers(one.config, layout, has_integers=int8 or one.source.int8)
-        return load_llama(
+        model = load_llama(
             one, layout=layout, dtype=width, int8=int8, vocab_size=vocab_size,
             unstacked=jax.default_backend() == "cpu" and separates,
             weights_cache=weights_cache, say=say,
         )  # fmt: skip
+        if runs_unstacked(model):
+            model.unstack()
+        return model
 
     loaded = load(opened.target, None if layouts is None else layouts.target)
     draft_layout = None if layouts is None else layouts.draft

@@ -45,7 +45,8 @@ class _TrainFlags(PromptFlags):
         choices=("eagle3", "pard", "dspark"),
     )
     directory: str = parameter("runs/head", "where answers, checkpoints and the head go")
-    num_steps: int = parameter(2000, "optimiser steps, of 2048 tokens each", low=1)
+    num_steps: int = parameter(2000, "optimiser steps", low=1)
+    tokens_per_step: int = parameter(2048, "tokens of a step; 8192 suits an accelerator", low=1)
     mesh: str = parameter("1x1", "where the teacher lies, such as 8x8")
     dtype: Dtype | None = parameter(None, "of the teacher; else the fastest here", choices=DTYPES)
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
@@ -137,6 +138,7 @@ def _make_head(values: _TrainFlags) -> None:
         values.head,
         own,
         row_length=expectations.ROW_LENGTH,
+        tokens_per_step=values.tokens_per_step,
         num_steps=values.num_steps,
         seed=values.seed,
     )
@@ -153,6 +155,7 @@ def _make_head(values: _TrainFlags) -> None:
         checkpoints,
         start=start,
         measured=lambda one: heads.mean_accepted_tokens(values.head, one, held_out),
+        steps_per_checkpoint=heads.steps_per_checkpoint(recipe),
     )
     folder = directory / values.head
     save_hf(made, folder, of=values.teacher)

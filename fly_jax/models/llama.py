@@ -464,7 +464,8 @@ class Llama(nnx.Module):
                 return product(equation, x, matrix, scale, chosen)
             if scale is not None:
                 return of_integers(x, matrix, scale, dtype)
-            return with_turned(multiply or functools.partial(in_front, dtype=dtype))(
+            chosen = in_front if lies_on_cpu(self) else matmul
+            return with_turned(multiply or functools.partial(chosen, dtype=dtype))(
                 equation, x, matrix
             )
 
@@ -658,20 +659,30 @@ def for_backend(model: Llama) -> Llama:
 
 
 def runs_unstacked(model: Llama) -> bool:
-    """Tells whether programs take one array per layer where this model lies."""
-    separate = separates_layers(model.config, model.layout, has_integers=model.has_integers)
-    return separate and lies_on_cpu(model)
+    """Tells whether programs take one array per layer where this model lies.
+
+    Those on a CPU do, and on a GPU those whose matrices are floats: a scan would copy most of a
+    layer's matrices before their products. TPUs read them in place.
+    """
+    if not separates_layers(model.config, model.layout, has_integers=model.has_integers):
+        return False
+    platform = _platform(model)
+    return platform == "cpu" or (platform != "tpu" and not model.has_integers)
 
 
 def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers: bool) -> bool:
-    """Tells whether programs on a CPU take an array per layer of such a model, as integers ask."""
+    """Tells whether programs may take an array per layer of such a model, as integers ask."""
     return layout is None and (has_integers or config.num_layers <= _MOST_UNSTACKED_LAYERS)
 
 
 def lies_on_cpu(model: Llama) -> bool:
     """Tells whether CPUs hold the model, or would by JAX's default where it is traced."""
+    return _platform(model) == "cpu"
+
+
+def _platform(model: Llama) -> str:
     norm = model.final_norm.get_value()  # which every model has
     sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
     if sharding is None:
-        return jax.default_backend() == "cpu"
-    return next(iter(sharding.device_set)).platform == "cpu"
+        return jax.default_backend()
+    return next(iter(sharding.device_set)).platform

@@ -24,10 +24,7 @@ from fly_jax.training.trainer import Recipe, Row, bfloat16_matmul, stacked
 # A teacher's further probabilities are mostly below one in a hundred.
 _FEW = 8
 _PART_DOCUMENTS = 64
-# Lengths are rounded up to multiples of this, so that few programs are compiled.
-_LENGTH_STEP = 64
-_PASS_TOKENS = 2048
-ROW_LENGTH = 512
+ROW_LENGTH = 1024
 # Weight of a prompt's token: it is never drafted, but has the same words as answers.
 _PROMPT_WEIGHT = 0.3
 
@@ -138,10 +135,12 @@ def _read_along(
 
 def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
     """Yields the documents of each pass through the teacher, with its rows and width."""
+    # Widths are rounded up, so that few programs are compiled: an accelerator's take longest.
+    pass_tokens, step = (2048, 64) if jax.default_backend() == "cpu" else (16384, 256)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     while order:
-        width = -(-lengths[order[-1]] // _LENGTH_STEP) * _LENGTH_STEP
-        rows = max(_PASS_TOKENS // width, 1)
+        width = -(-lengths[order[-1]] // step) * step
+        rows = max(pass_tokens // width, 1)
         yield order[-rows:], rows, width
         del order[-rows:]
 

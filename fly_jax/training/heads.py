@@ -191,7 +191,13 @@ def _hits(
 
 def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected]) -> float:
     """The tokens that a round with K = 4 settles, in answers that are the teacher's greedy ones."""
-    behind, tokens, rounds = KINDS[kind].behind, 0, 0
+    tokens, rounds = np.sum(settled(kind, model, documents), axis=0)
+    return tokens / max(rounds, 1)
+
+
+def settled(kind: str, model: Llama, documents: Sequence[Expected]) -> list[tuple[int, int]]:
+    """The tokens of each answer, and the rounds with K = 4 that settle them."""
+    behind, found = KINDS[kind].behind, list[tuple[int, int]]()
     longest = max(len(one.tokens) for one in documents)
     width = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
     rows = (laid_out([one], width) for one in itertools.cycle(documents))
@@ -200,12 +206,13 @@ def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected])
         some = documents[start : start + _MEASURED_ROWS]
         hits = np.asarray(_hits(kind, model.config, model.parameters(), next(batched)))
         for own, one in zip(hits.sum(axis=-1), some, strict=False):
-            length, end = max(one.num_prompt, 1 + behind), len(one.tokens)
-            tokens += end - length
+            length, end, rounds = max(one.num_prompt, 1 + behind), len(one.tokens), 0
+            tokens = end - length
             while length < end:
                 length += 1 + own[length - 1 - behind]
                 rounds += 1
-    return tokens / max(rounds, 1)
+            found.append((tokens, rounds))
+    return found
 
 
 def layers_read(num_layers: int) -> tuple[int, ...]:
@@ -293,13 +300,25 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def recipe_of(
-    kind: str, config: LlamaConfig, *, row_length: int, num_steps: int, seed: int
+    kind: str,
+    config: LlamaConfig,
+    *,
+    row_length: int,
+    tokens_per_step: int,
+    num_steps: int,
+    seed: int,
 ) -> Recipe:
     """The run that trains a head."""
     return Recipe(
-        config=config, num_steps=num_steps, batch_size=4, row_length=row_length,
+        config=config, num_steps=num_steps, batch_size=max(tokens_per_step // row_length, 1),
+        row_length=row_length,
         learning_rate=KINDS[kind].learning_rate, seed=seed, loss=_LOSSES[kind],
     )  # fmt: skip
+
+
+def steps_per_checkpoint(recipe: Recipe) -> int:
+    """A twentieth of the run, so that it does not end before its learning rate has fallen."""
+    return max(100, recipe.num_steps // 20)
 
 
 # One function each, made once: `jit` knows programs by their functions.

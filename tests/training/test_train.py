@@ -194,7 +194,7 @@ def test_a_head_learns_its_teachers_text(
     arguments = [
         "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
         f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
-        "--batch_size=3", "--num_steps=30", "--dtype=float32",
+        "--batch_size=3", "--num_steps=30", "--tokens_per_step=256", "--dtype=float32",
     ]  # fmt: skip
     assert main(arguments) == 0
     error = capsys.readouterr().err

@@ -138,7 +138,12 @@ def _write_shard(
 def _write(entries: Entries, new: _Given, start: _Starts) -> Entries:
     new, capacity = new.astype(entries.dtype), entries.shape[3]
     start = jnp.where(start < 0, start + capacity, start)
-    for row in range(new.shape[1]):  # in few operations, since a program has as many of each
+    rows, time = new.shape[1], new.shape[3]
+    if rows > 1 and jax.default_backend() not in ("cpu", "tpu"):  # where each row is a kernel
+        positions, moved = start[:, None] + jnp.arange(time), new.transpose(1, 3, 0, 2, 4)
+        places = entries.at[:, jnp.arange(rows)[:, None], :, positions]
+        return places.set(moved, mode="drop", unique_indices=True)
+    for row in range(rows):  # in few operations, since a program has as many of each
         one = jax.lax.slice_in_dim(new, row, row + 1, axis=1)
         at = (0, row, 0, jax.lax.index_in_dim(start, row, keepdims=False), 0)
         entries = jax.lax.dynamic_update_slice(entries, one, at, allow_negative_indices=False)

@@ -16,6 +16,7 @@ from launch_types import Patch
 from test_golden import TOLERANCE, stored, uncached
 
 from fly_jax.models import llama
+from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama, in_front, matmul, of_integers, with_turned
@@ -121,3 +122,32 @@ def test_a_few_tokens_stand_behind_the_matrix_once_compiled(monkeypatch: Patch) 
     text, width = jax.jit(step).lower(model.parameters()).compile().as_text(), model.config.ffw_size
     assert re.search(rf"f32\[{width},8\]\S* dot\(", text), "outputs by tokens, in eights"
     assert not re.search(rf"f32\[[58],{width}\]\S* dot\(", text)
+
+
+def test_a_gpu_has_an_array_per_layer_of_floats_but_a_stack_of_integers(monkeypatch: Patch) -> None:
+    """Its matrices lie [out, in] and are multiplied by plain products; logits stay the golden."""
+    golden = stored("llama31")
+    monkeypatch.setattr(llama, "_platform", lambda _: "gpu")
+    monkeypatch.setattr(llama, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(llama, "in_front", None)
+    model = llama.for_backend(golden.model)
+    assert model.is_unstacked
+    assert not llama.runs_unstacked(stored("llama31", int8=True).model)
+    np.testing.assert_allclose(uncached(model, golden.tokens), golden.logits, atol=TOLERANCE)
+    monkeypatch.setattr(llama, "_platform", lambda _: "tpu")
+    assert not llama.for_backend(golden.model).is_unstacked
+
+
+def test_a_gpu_writes_all_rows_of_a_cache_at_once(monkeypatch: Patch) -> None:
+    """One operation for all rows leaves what one for each of them does, to the last position."""
+    draw = np.random.default_rng(7)
+
+    def entries(time: int) -> jax.Array:
+        return jnp.asarray(draw.standard_normal((2, 3, 2, time, 4), np.float32))
+
+    cache = KVCache(entries(8), entries(8), jnp.array([0, 6, 3]))
+    new = NewEntries(entries(2), entries(2))
+    by_row = cache.written(new, None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.tree.map(np.testing.assert_array_equal, cache.written(new, None), by_row)
+    assert "scatter" in str(jax.make_jaxpr(cache.written, static_argnums=1)(new, None))

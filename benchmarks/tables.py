@@ -13,7 +13,6 @@ from typing import Any
 import machine
 
 TARGET_ALONE = "autoregressive"
-_ONE, _FOUR = "batch 1", "batch 4"  # keys of real_model.json
 ROOT = Path(__file__).parents[1]
 # What the files of bench were measured on, and those of evaluate.
 _REAL_PAIR = {
@@ -27,6 +26,10 @@ _REAL_PAIR = {
     "qwen/spec_lookup": "Spec-Bench, the lookup drafts alone",
     "h100/draft": "A GPU, HumanEval and Spec-Bench, the 0.5B drafts",
     "h100/lookup": "A GPU, HumanEval and Spec-Bench, the lookup drafts alone",
+}
+_REAL_MODEL = {
+    "smollm2/lookup": "Spec-Bench, the lookup drafts",
+    "smollm2/drafter": "Spec-Bench, the drafter drafts",
 }
 _QUALITY = {
     "h100/quality_draft": "the 0.5B",
@@ -139,17 +142,13 @@ def _rules_rows(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _in_three_lines(pair: dict[str, Any], real: dict[str, Any]) -> list[str]:
+def _in_three_lines(pair: dict[str, Any]) -> list[str]:
     """The result in three lines, the unfavourable too."""
     rows, library = _rows(pair, "problems"), _rows(pair, "library")
     fly = next(row for row in rows if row["decoding"].startswith("fly, K = 15"))
     kept = fly["quality"]["problems"]
     slow = next(row for row in library if row["decoding"].startswith("fly"))
-    alone = real["summaries"][_ONE]
-    fastest = max(
-        one["tokens_per_second"] for name, one in alone.items() if not name.startswith("Hugging")
-    )
-    gain = fastest / alone[TARGET_ALONE]["tokens_per_second"]
+    gain = _fastest(_read("smollm2/lookup"), "exact")["speed_up"]
     code, spec = _read("qwen/code_lookup"), _read("qwen/spec_lookup")
     on_code, of_three = _fastest(code, "exact"), _read("qwen/spec_short")["decodings"]
     of_auto = _fastest(_read("qwen/code_auto"), "exact")
@@ -198,10 +197,10 @@ def _rules_all(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _real_pair() -> list[str]:
-    """A table for each file of bench, and what llama.cpp's server gives on the same code."""
+def _measured(files: dict[str, str]) -> list[str]:
+    """A table for each file of bench."""
     lines = list[str]()
-    for name, title in _REAL_PAIR.items():
+    for name, title in files.items():
         found = _read(name)
         decodings, turns = found["decodings"], found["turns"]
         exact = _fastest(found, "exact")["tokens_per_second"]
@@ -239,11 +238,17 @@ def _real_pair() -> list[str]:
                 )
                 lines.append(f"| {_shown(way)} | {' | '.join(f'{cell:.2f}x' for cell in cells)} |")
             lines.append("")
+    return lines
+
+
+def _real_pair() -> list[str]:
+    """What bench measured, and what llama.cpp's server gives on the same code."""
     llama_cpp = ", ".join(
         f"{kind} {rate:.1f} tokens/s (first token after {first:.1f} s)"
         for kind, (rate, first) in _llama_cpp().items()
     )
-    return [*lines, f"llama.cpp's server, on the prompts of HumanEval: {llama_cpp}.", *_quality()]
+    beside = f"llama.cpp's server, on the prompts of HumanEval: {llama_cpp}."
+    return [*_measured(_REAL_PAIR), beside, *_quality()]
 
 
 def _quality() -> list[str]:
@@ -297,62 +302,6 @@ def _shown(name: str) -> str:
     return name.replace("K = auto", "K = `auto`")
 
 
-def _ways(real: dict[str, Any], where: str) -> list[str]:
-    setting, alone = real["setting"], real["summaries"][_ONE]
-    turns = next(iter(alone.values()))["turns"]
-    return [
-        f"{setting['target']}, {setting['prompts']} prompts, up to {setting['max_new_tokens']} new "
-        f"tokens, {turns} turn{'s' * (turns > 1)} ({where}; "
-        "[file](../benchmarks/results/real_model.json)). Tokens/s are without what the prompts "
-        f"take; *same* counts the answers that are those of '{real['answers_compared_with']}', "
-        "one prompt at a time:",
-        "",
-        "| decoding | tokens/s | batch 4 | mean accepted tokens | rescued per 100 | same "
-        "| batch 4: same |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {_way(name)} | {one['tokens_per_second']:.1f} "
-            f"| {_of_four(real, name, 'tokens_per_second', 1)} "
-            f"| {_number(one, 'mean_accepted_tokens', 2)} "
-            f"| {_number(one, 'rescued_per_100_tokens', 1)} "
-            f"| {one['same_answers']} | {_of_four(real, name, 'same_answers', 0)} |"
-            for name, one in alone.items()
-        ),
-    ]
-
-
-def _categories(real: dict[str, Any]) -> list[str]:
-    ways = real["summaries"][_ONE]
-    names = list(next(iter(ways.values()))["by_category"])
-    lines = [
-        "",
-        "By category, one prompt at a time: tokens/s (mean accepted tokens).",
-        "",
-        f"| decoding | {' | '.join(name.replace('_', ' ') for name in names)} |",
-        f"|---|{'---|' * len(names)}",
-    ]
-    for way, one in ways.items():
-        cells = []
-        for name in names:
-            found = one["by_category"][name]
-            mean = _number(found, "mean_accepted_tokens", 2)
-            cells.append(f"{found['tokens_per_second']:.1f}" + (f" ({mean})" if mean else ""))
-        lines.append(f"| {_way(way)} | {' | '.join(cells)} |")
-    return lines
-
-
-def _of_four(real: dict[str, Any], name: str, field: str, digits: int) -> str:
-    return _number(real["summaries"].get(_FOUR, {}).get(name, {}), field, digits)
-
-
-def _number(one: dict[str, float], field: str, digits: int) -> str:
-    return f"{one[field]:.{digits}f}" if field in one else ""
-
-
-def _way(way: str) -> str:
-    return ("one token at a time" if way == TARGET_ALONE else way).replace("|", "\\|")
-
-
 def _put(path: Path, lines: Sequence[str]) -> None:
     text = path.read_text(encoding="utf-8")
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
@@ -360,14 +309,14 @@ def _put(path: Path, lines: Sequence[str]) -> None:
 
 
 def main() -> None:
-    real, pair = _read("real_model"), _read("embedded/report")
-    _put(ROOT / "README.md", _in_three_lines(pair, real) + _pair_table(pair))
+    pair = _read("embedded/report")
+    _put(ROOT / "README.md", _in_three_lines(pair) + _pair_table(pair))
     _put(
         ROOT / "docs" / "rules.md",
         _rules_all(_read("rules")) + _reference(_read("against_reference")),
     )
     _put(ROOT / "docs" / "real_pair.md", _real_pair())
-    _put(ROOT / "docs" / "real_model.md", _ways(real, _where(real)) + _categories(real))
+    _put(ROOT / "docs" / "real_model.md", _measured(_REAL_MODEL))
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def _mixed(
     largest = functools.reduce(jnp.maximum, (one.max(axis=-1, keepdims=True) for one in scores))
     if lengths:
         largest = jax.lax.pmax(largest, lengths)
-    # Without it XLA's compiler for GPUs fails in JAX 0.11 where few scores are of bfloat16 numbers.
+    # Else XLA's compiler for GPUs, in JAX 0.11, fuses it into a product in bfloat16, and fails.
     largest = jax.lax.optimization_barrier(largest)
     weights = [jnp.exp(one - largest) for one in scores]
     product = functools.partial(jnp.einsum, "bkqs,bksh->bkqh", preferred_element_type=jnp.float32)

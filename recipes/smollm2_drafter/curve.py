@@ -81,11 +81,9 @@ def _greedy(
     most: int, ends: tuple[int, ...],
 ) -> Array:  # fmt: skip
     """Continues padded prompts [rows, width] greedily; returns [rows, most], -1 behind an end."""
-    model, (rows, width) = Llama(config, parameters), tokens.shape
-    hidden, new = model.hidden(tokens, cache)
-    both = zip((cache.keys, cache.values), (new.keys, new.values), strict=True)
-    arrays = (old.at[:, :, :, :width].set(one) for old, one in both)
-    cache = KVCache(*arrays, lengths)
+    model, rows = Llama(config, parameters), len(tokens)
+    hidden, cache = model.extend(tokens, cache)
+    cache = cache.with_length(lengths)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     found = jnp.full((rows, most), -1, jnp.int32)
 
@@ -102,12 +100,8 @@ def _greedy(
         step, cache, token, found, ended = state
         found = found.at[:, step].set(jnp.where(ended, -1, token))
         ended |= jnp.isin(token, jnp.array(ends))
-        hidden, new = model.hidden(token[:, None], cache)
-        at = (slice(None), np.arange(rows), slice(None), cache.length)
-        # One operation: a cache writes row by row, which compiles long for so many.
-        both = zip((cache.keys, cache.values), (new.keys, new.values), strict=True)
-        arrays = (old.at[at].set(one[:, :, :, 0].swapaxes(0, 1)) for old, one in both)
-        cache = KVCache(*arrays, cache.length + 1)
+        hidden, cache = model.extend(token[:, None], cache)
+        cache = cache.with_length(cache.length + 1)
         return step + 1, cache, chosen(hidden), found, ended
 
     start = jnp.int32(0), cache, chosen(last), found, jnp.zeros(rows, bool)

@@ -71,13 +71,13 @@ def test_matrices_with_a_row_for_each_token() -> None:
     spec = ParameterSpec((48, ROWS), ("embed", "vocab"), inputs=("embed",))
 
     @jax.jit
-    def rounded(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return quantised("unembedding", Scaled("int").widened(parts, ROWS, 48).T, spec, INT8)
+    def rounded(parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return quantised(Scaled("int").widened(parts, ROWS, 48).T, spec, INT8)
 
-    found = rounded({"weight": stored, "weight_scale": scale})
+    integers, scales = map(np.asarray, rounded({"weight": stored, "weight_scale": scale}))
     wide = stored * scale.astype(np.float64)
-    np.testing.assert_allclose(found["unembedding_scale"], np.abs(wide).max(1) / 127, rtol=0.01)
-    back = np.asarray(found["unembedding"], np.float64) * np.asarray(found["unembedding_scale"])
+    np.testing.assert_allclose(scales, np.abs(wide).max(1) / 127, rtol=0.01)
+    back = integers.astype(np.float64) * scales
     np.testing.assert_allclose(back.T, wide, atol=0.51 * 2)
 
 

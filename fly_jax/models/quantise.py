@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.stages import Wrapped
 from jaxtyping import Array, Float, Float32, Int8
 
 from fly_jax.errors import FlyJaxError
@@ -49,14 +51,14 @@ def self_draft_type(name: str) -> MatrixType:
 
 
 def quantised(
-    name: str, matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType
-) -> dict[str, Array]:
-    """Rounds a matrix to integers of its weights' range; returns them and their scales, by name."""
+    matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType
+) -> tuple[Array, Array]:
+    """Rounds a matrix to integers of its weights' range; returns them and their scales."""
     array = _quantised(matrix, spec, matrices)
     scale = array.scale
     if matrices.group is None:
         scale = scale.reshape([spec.shape[index] for index in _outputs(spec)])
-    return {name: array.qvalue, scale_name(name): scale}
+    return array.qvalue, scale
 
 
 def quantised_rows(
@@ -93,24 +95,31 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
     parameters |= {name: target.stack(name) for name in sorted(rest)}
     for name, spec in specs.items():
         names = (name, scale_name(name))
-        a_layer = functools.partial(_rounded, name, spec, matrices, held)
-        places = layout and {
-            one: layout.sharding(wanted[one].axes, wanted[one].shape) for one in names
-        }
-        rounded = jax.jit(functools.partial(jax.lax.map, a_layer), out_shardings=places)
+        places = layout and tuple(
+            layout.sharding(wanted[one].axes, wanted[one].shape) for one in names
+        )
         stored = tuple(target.stack(one) if one in target.layers else None for one in names)
         # No more than one stack is in memory twice.
-        parameters |= jax.block_until_ready(rounded(stored))
+        rounded = jax.block_until_ready(_rounding(spec, matrices, held, places)(stored))
+        parameters |= dict(zip(names, rounded, strict=True))
     return Llama(config, parameters, layout)
 
 
-def _rounded(
-    name: str,
+@functools.lru_cache(maxsize=64)
+def _rounding(
     spec: ParameterSpec,
     matrices: MatrixType,
     held: MatrixType,
-    stored: tuple[Array, Array | None],
-) -> dict[str, Array]:
+    places: tuple[NamedSharding, ...] | None,
+) -> Wrapped:
+    """The program that rounds a stack of matrices, compiled once for all that are alike."""
+    a_layer = functools.partial(_rounded, spec, matrices, held)
+    return jax.jit(functools.partial(jax.lax.map, a_layer), out_shardings=places)
+
+
+def _rounded(
+    spec: ParameterSpec, matrices: MatrixType, held: MatrixType, stored: tuple[Array, Array | None]
+) -> tuple[Array, Array]:
     """Rounds a layer's matrix (perhaps int8 with scales) to one type; keeps it in another."""
     matrix, scale = stored
     if scale is not None:
@@ -118,7 +127,7 @@ def _rounded(
         matrix = matrix * jnp.expand_dims(scale, inputs)
     if held.dtype != matrices.dtype:
         matrix = dequantize(_quantised(matrix, spec, matrices))
-    return quantised(name, matrix, spec, held)
+    return quantised(matrix, spec, held)
 
 
 def _quantised(matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType) -> QArray:

@@ -9,25 +9,22 @@ from pathlib import Path
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.engine.engine import generate
 from fly_jax.sharding.processes import detect_process, initialize
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Fly, Rule
 
-RULES = {"exact": Exact(), "fly": Fly(window_size=2)}
+FLY = Fly(window_size=2)
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
 MAX_NEW_TOKENS = 12
 ROWS = 3
 
 
-def results(pair: Pair) -> dict[str, list[list[object]]]:
-    """What follows each prompt, why, and after how many rounds it is done; by rule."""
+def results(pair: Pair, rule: Rule) -> list[list[object]]:
+    """What follows each prompt, why, and after how many rounds it is done."""
     sizes = {"num_speculative_tokens": 4, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": ROWS}
-    return {
-        name: [
-            [row.token_ids, [why.name for why in row.why], row.num_rounds]
-            for row in generate(pair, PROMPTS, rule=rule, **sizes)
-        ]
-        for name, rule in RULES.items()
-    }
+    return [
+        [row.token_ids, [why.name for why in row.why], row.num_rounds]
+        for row in generate(pair, PROMPTS, rule=rule, **sizes)
+    ]
 
 
 def main() -> None:
@@ -41,7 +38,7 @@ def main() -> None:
     initialize(process, timeout=240)
     pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
     path = Path(given.folder, f"results_{process.process_id}.json")
-    path.write_text(json.dumps(results(pair)))
+    path.write_text(json.dumps(results(pair, FLY)))
 
 
 if __name__ == "__main__":

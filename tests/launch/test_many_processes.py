@@ -34,13 +34,14 @@ from fly_jax.launch.crash_handler import lost_processes
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.serving.http.run import ServerFailed
 from fly_jax.sharding import processes
+from fly_jax.verification.rules import Exact
 
 # Far more than it takes, for machines that do other things as well.
 PATIENCE = 300
 LAUNCH = ("-m", "fly_jax.launch")
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 HOST = socket.gethostname()
-Results = dict[str, list[list[object]]]
+Results = dict[str, list[list[object]]]  # by rule
 
 
 class Job:
@@ -105,7 +106,9 @@ class Job:
 
 @pytest.fixture(scope="module")
 def alone(tiny_pair: Folders) -> Results:
-    return decode_together.results(load_pair(*tiny_pair, dtype="float32"))
+    pair = load_pair(*tiny_pair, dtype="float32")
+    rules = {"fly": decode_together.FLY, "exact": Exact()}
+    return {name: decode_together.results(pair, rule) for name, rule in rules.items()}
 
 
 def test_tokens_are_those_of_one(models: list[str], alone: Results, tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_tokens_are_those_of_one(models: list[str], alone: Results, tmp_path: Pa
     assert job.statuses() == [0] * 4, job.err(0)
     assert len({rounds for *_, rounds in alone["fly"]}) > 1, "all rows end at once"
     for index in range(4):
-        assert json.loads((tmp_path / f"results_{index}.json").read_text()) == alone
+        assert json.loads((tmp_path / f"results_{index}.json").read_text()) == alone["fly"]
 
 
 def test_process_0_reads_and_is_heard(models: list[str], tmp_path: Path, of_pair: Decoded) -> None:

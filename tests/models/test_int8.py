@@ -145,13 +145,13 @@ def test_405b_in_int8() -> None:
 def test_an_output_has_a_scale_of_its_own() -> None:
     spec = ParameterSpec((3, 2), ("embed", "ffw"), ("embed",))
     matrix = jnp.asarray([[1.5, 200.0], [-2.0, 50.0], [0.5, -254.0]])
-    parts = quantised("up", matrix, spec, INT8)
-    np.testing.assert_allclose(parts["up_scale"], np.array([2, 254]) / 127.5, rtol=1e-6)
+    integers, scales = quantised(matrix, spec, INT8)
+    np.testing.assert_allclose(scales, np.array([2, 254]) / 127.5, rtol=1e-6)
     expected = np.array([[95.625, 100.39], [-127.5, 25.1], [31.875, -127.5]])
-    assert parts["up"].dtype == jnp.int8
-    assert np.abs(parts["up"] - expected).max() <= 0.501
-    zeros = quantised("up", jnp.zeros((3, 2)), spec, INT8)
-    assert np.isfinite(zeros["up_scale"]).all()
+    assert integers.dtype == jnp.int8
+    assert np.abs(integers - expected).max() <= 0.501
+    _, scales = quantised(jnp.zeros((3, 2)), spec, INT8)
+    assert np.isfinite(scales).all()
 
 
 @pytest.mark.parametrize(("mesh", "rules"), [("2x4", "tensor"), ("2x2x2", "tensor_long")])
@@ -223,10 +223,11 @@ def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(monkeypatch: 
     made.loader.exec_module(with_older)
     spec = ParameterSpec((128, 6), ("embed", "ffw"), ("embed",))
     matrix, x = (jax.random.normal(jax.random.key(0), shape) for shape in (spec.shape, (1, 5, 128)))
-    wanted = {one: quantised("gate", matrix, spec, one) for one in (INT8, SELF_DRAFTS["int4"])}
-    given = (x, wanted[INT8]["gate"].T, wanted[INT8]["gate_scale"])
+    wanted = {one: quantised(matrix, spec, one) for one in (INT8, SELF_DRAFTS["int4"])}
+    integers, scales = wanted[INT8]
+    given = (x, integers.T, scales)
     assert np.array_equal(with_older.of_integers(*given), llama.of_integers(*given))
     monkeypatch.setattr(quantise, "quantize", with_older.quantize)
     for matrices, expected in wanted.items():
-        found = quantised("gate", matrix, spec, matrices)
-        assert all(np.array_equal(found[name], one) for name, one in expected.items())
+        found = quantised(matrix, spec, matrices)
+        assert all(map(np.array_equal, found, expected))

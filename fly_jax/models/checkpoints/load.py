@@ -280,7 +280,7 @@ def _arranged(
             part = jax.lax.slice_in_dim(part, 0, min(vocab_size, spec.shape[axis]), axis=axis)
             spec = dataclasses.replace(spec, shape=part.shape)
         if quantise and spec.inputs:
-            parts |= quantised(name, part, spec, INT8)
+            parts[name], parts[scale_name(name)] = quantised(part, spec, INT8)
         else:
             parts[name] = part.astype(spec.dtype or dtype)
     return parts, finite

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.engine.engine import Engine as Engine
-    from fly_jax.engine.engine import generate as generate
+    from fly_jax.engine.generation import generate as generate
     from fly_jax.engine.request import Generation as Generation
     from fly_jax.engine.request import Request as Request
     from fly_jax.engine.request import RequestState as RequestState

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Wrapped
+from jax.stages import Traced, Wrapped
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from fly_jax.decoding.config import RoundStatic
@@ -128,6 +130,7 @@ class Programs:
         self._parameters, self._drafter = target.parameters(), drafter
         self._resting = None if drafter is None else drafter.at_rest()
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
+        self._traces = self._is_abstract
         dtype = jnp.dtype(cache_dtype or target.dtype)
         window = static.deferred_window
         windows = (window, static.reports, static.max_logprobs) if window else None
@@ -230,10 +233,34 @@ class Programs:
         models = (self._parameters, self._drafter)
         return self._call(_run, self._shapes, self.static, num_rows, *models, state, inputs)
 
+    def tracing(self) -> Self:
+        """Returns the same programs, each of which is traced instead of run."""
+        made = copy.copy(self)
+        made._traces = True
+        return made
+
     def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a program; one of abstract models is traced instead."""
-        run = cast(Wrapped, program).trace if self._is_abstract else program
+        """Runs a program, or traces it; those of abstract models are never run."""
+        run = cast(Wrapped, program).trace if self._traces else program
         return run(*arguments)
+
+
+def compiled(jobs: Sequence[Callable[[], Traced]], at_a_time: int) -> Iterator[int]:
+    """Compiles what each job traces, in threads; yields how many are done, after each.
+
+    `jax.jit` has these programs from then on.
+    """
+    pool = ThreadPoolExecutor(at_a_time)
+    try:
+        programs = pool.map(lambda job: job().lower().compile(), jobs)
+        yield from (done for done, _ in enumerate(programs, 1))
+    finally:  # also where Ctrl-C ends it
+        pool.shutdown(cancel_futures=True)
+
+
+def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
+    """What programs are compiled for, of an array that need not be kept for it."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 @dataclasses.dataclass(frozen=True)

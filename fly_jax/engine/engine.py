@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Self, cast
 
 import jax
@@ -20,7 +21,7 @@ from fly_jax.decoding.depth import FORESEEN_TOKENS, AcceptanceStats
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
-from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.programs import Programs, compiled, shape_of
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
 from fly_jax.engine.prefill import (
@@ -44,7 +45,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.processes import broadcast
-from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
@@ -415,7 +416,10 @@ class Engine:
         drawn: Iterable[bool],  # kinds of rounds
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """Runs programs once, those that have not run yet: what slots hold stays as it is."""
+        """Compiles programs that were not yet, several at a time; what slots hold stays as it is.
+
+        XLA uses about one core for each.
+        """
         self._check_idle("warm up")
         programs = self._programs
         self._rows.protect(0, None)
@@ -431,21 +435,25 @@ class Engine:
         if not (new_chunks or rounds):
             return
         state, inputs = self._held(), {one: self._inputs(sampled=one) for one in kinds}
-        done, total = itertools.count(1), len(new_chunks) + len(rounds)
+        tracing, jobs = programs.tracing(), list[Callable[[], Any]]()
         for number, some in itertools.groupby(new_chunks, key=lambda chunk: chunk[0]):
             # The rows that are put into slot 0 are what it holds.
             rows = self._prefill.rows(self.slots.held(0), number)
             rows = programs.copy_row(rows, state, 0, 0)
             state, _ = programs.insert(state, rows, [0] * number)
+            shapes = jax.tree.map(shape_of, rows)
             for _, size, attended in some:
                 start = min(attended, self._prefill.plan.positions(number) - size)
-                rows = programs.prefill_chunk(rows, size, start, attended)
-                on_progress(next(done), total)
+                where = size, start, attended
+                jobs.append(functools.partial(tracing.prefill_chunk, shapes, *where))
         state = programs.release(state, 0)
         for drawn_too, attended, number in rounds:
-            state, _ = programs.run(state.attending(attended), inputs[drawn_too], number)
-            state = state.attending(None)
-            on_progress(next(done), total)
+            given = state.attending(attended), inputs[drawn_too], number
+            jobs.append(functools.partial(tracing.run, *given))
+        # Processes of one mesh must all compile in the same order.
+        at_a_time = 1 if programs.spans_processes else os.cpu_count() or 1
+        for done in compiled(jobs, at_a_time):
+            on_progress(done, len(jobs))
         if self.costs is not None and new_chunks and cast(Drafter, self.drafter).rests:
             number, size, attended = max(new_chunks, key=lambda chunk: chunk[1])
             rows = self._prefill.rows([], number)
@@ -638,59 +646,3 @@ class Engine:
         """Frees a slot before its row is done."""
         self.slots.give_back(slot)
         self._state = self._programs.release(self._held(), slot)
-
-
-def generate(
-    pair: Pair,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    config: DecodingConfig | None = None,
-    *,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-    seed: int = 0,
-    memory: CorrectionMemory | str | None = None,
-    audits: bool = False,
-    drafter: str | Drafter | None = None,
-    **given: Any,
-) -> list[Generation]:
-    """Decodes prompts, given as text or as token ids.
-
-    A pair that nothing proposes to decodes one token at a time, whatever the rule.
-
-    Args:
-      config: how, but for what is given below; None for `default_config`, which the command line
-        takes too.
-      seed: of the draws, where the rule samples.
-      memory: a memory of corrections, which learns, or the file that holds one.
-      audits: fills `Generation.reports`.
-      drafter: what proposes instead of the pair's draft models; see `Pair`.
-      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
-        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
-
-    Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
-        `Engine.of` refuses.
-    """
-    if isinstance(prompts, str) or not prompts or batch_size < 1:
-        raise FlyJaxError(
-            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
-            "[text] for a single text."
-        )
-    if drafter is not None:
-        pair = dataclasses.replace(pair, drafter=drafter)
-    if isinstance(memory, str):
-        given["memory"], memory = memory, None
-    config = pair.config(config, **given)
-    ids = [
-        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
-    ]
-    if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
-        memory = load_memory(
-            Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count
-        )
-    engine = Engine.of(
-        pair, config, prompts=ids, max_new_tokens=max_new_tokens, num_slots=batch_size,
-        audits=audits, memory=memory, with_texts=False,
-    )  # fmt: skip
-    return engine.generate(ids, max_new_tokens, seed=seed)

@@ -261,12 +261,13 @@ def test_what_cannot_be_deferred() -> None:
         assert_refused("boundary is 'defer'", pairs.rounds, 4, *rounds, deferred_window=2)
 
 
-@pytest.fixture
-def always_deferring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Windows stay open whatever the rates say, in programs of one test alone."""
-    monkeypatch.setattr(deferral, "pays", lambda stats, *sizes: stats.matched >= 0)
-    jax.clear_caches()
-    yield
+@pytest.fixture(scope="module")
+def always_deferring() -> Iterator[None]:
+    """Windows stay open whatever the rates say, in programs of the tests from here on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferral, "pays", lambda stats, *sizes: stats.matched >= 0)
+        jax.clear_caches()
+        yield
     jax.clear_caches()
 
 

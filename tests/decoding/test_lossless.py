@@ -133,8 +133,7 @@ def test_a_row_ends_where_the_context_does() -> None:
 
 # The mesh and the rules of its layout that each is decoded with.
 FAMILIES = {
-    "mistral": ("2x4", "tensor_long"),
-    "qwen2_windows": ("2x2", "tensor"),
+    "qwen2_windows": ("2x4", "tensor_long"),
     "qwen3": ("2x4", "tensor_whole"),
     "smollm3": ("2x2x2", "tensor"),
 }

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.engine import generate
+from fly_jax.engine.generation import generate
 from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Fly, Rule
 

@@ -17,7 +17,7 @@ from launch_types import Decoded, Folders, Patch, Ran
 from fly_jax.decoding import pair
 from fly_jax.decoding.pair import CheckedPrompt, load_pair, open_pair
 from fly_jax.engine import engine
-from fly_jax.engine.engine import generate
+from fly_jax.engine.generation import generate
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import inputs

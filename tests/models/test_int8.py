@@ -61,7 +61,9 @@ def test_golden_logits_are_kept(golden: Golden) -> None:
     assert np.abs(logits - exact).max() <= 1e-4
 
 
-def test_one_array_per_layer_where_activations_are_rounded_too(golden: Golden) -> None:
+@pytest.mark.parametrize("kind", ["llama2", "qwen2_windows", "smollm3"])
+def test_one_array_per_layer_where_activations_are_rounded_too(kind: str) -> None:
+    golden = stored(kind, int8=True)
     found, _ = cached(golden.model.unstacked(), golden.tokens)
     fed = ~np.isnan(found[..., 0])
     assert_near(found[fed], golden.logits[fed], 0.87)
@@ -69,7 +71,7 @@ def test_one_array_per_layer_where_activations_are_rounded_too(golden: Golden) -
 
 # Rows, and how many tokens each pass is fed: more than attention reads at a time, too.
 PASSES = {
-    "by two to nine": ([0], (2, 3, 4, 5, 6, 7, 8, 9)),
+    "by two to nine": ([0], (2, 3, 5, 8, 9)),
     "at once": ([0], (150,)),
     "beside others": ([2, 0], (1, 5)),
     "in a batch": ([1, 1, 0, 2, 2], (1, 17)),

@@ -1,0 +1,72 @@
+"""The library's `generate`: a list of prompts through an engine of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.pair import Pair
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Generation
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+
+
+def generate(
+    pair: Pair,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    config: DecodingConfig | None = None,
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    seed: int = 0,
+    memory: CorrectionMemory | str | None = None,
+    audits: bool = False,
+    drafter: str | Drafter | None = None,
+    **given: Any,
+) -> list[Generation]:
+    """Decodes prompts, given as text or as token ids.
+
+    A pair that nothing proposes to decodes one token at a time, whatever the rule.
+
+    Args:
+      config: how, but for what is given below; None for `default_config`, which the command line
+        takes too.
+      seed: of the draws, where the rule samples.
+      memory: a memory of corrections, which learns, or the file that holds one.
+      audits: fills `Generation.reports`.
+      drafter: what proposes instead of the pair's draft models; see `Pair`.
+      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
+        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
+
+    Raises:
+      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
+        `Engine.of` refuses.
+    """
+    if isinstance(prompts, str) or not prompts or batch_size < 1:
+        raise FlyJaxError(
+            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
+            "[text] for a single text."
+        )
+    if drafter is not None:
+        pair = dataclasses.replace(pair, drafter=drafter)
+    if isinstance(memory, str):
+        given["memory"], memory = memory, None
+    config = pair.config(config, **given)
+    ids = [
+        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in prompts
+    ]
+    if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
+        memory = load_memory(
+            Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count
+        )
+    engine = Engine.of(
+        pair, config, prompts=ids, max_new_tokens=max_new_tokens, num_slots=batch_size,
+        audits=audits, memory=memory, with_texts=False,
+    )  # fmt: skip
+    return engine.generate(ids, max_new_tokens, seed=seed)

@@ -132,6 +132,8 @@ def _items(values: _EvaluateFlags) -> list[Item]:
             "on a Linux machine where that may be, or leave the task out."
         )
     folder = None if values.data is None else Path(values.data)
+    if folder is not None and not folder.is_dir():
+        raise FlyJaxError(f"--data is {folder}, which is no folder; correct the path.")
     return [one for name in names for one in read_items(name, folder, values.limit)]
 
 

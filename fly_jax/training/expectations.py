@@ -97,7 +97,9 @@ def expected(
             some = documents[start : start + _PART_DOCUMENTS]
             file = folder / f"part_{start // _PART_DOCUMENTS:05}.npy"
             texts = [np.array([*one.prompt, *one.answer], np.int32) for one in some]
-            if not file.exists():
+            size = sum(min(len(text), length) for text in texts)
+            # One that was made with another length is made anew.
+            if not file.exists() or len(np.load(file, mmap_mode="r")) != size:
                 partial = file.with_suffix(".partial")  # so that no part is ever half there
                 with partial.open("wb") as out:
                     np.save(out, _read_along(teacher, texts, length, tuple(layers)))

@@ -137,6 +137,7 @@ def test_data_of_another_format(
     (data / "HumanEval.jsonl.gz").write_bytes(b"no gzip")
     refused(*given, *TWO, words=["HumanEval.jsonl.gz", "gzip"])
     refused(*given[:-1], words=["--output"])
+    refused(*given, "--tasks=problems", "--data=/nowhere", words=["--data", "/nowhere"])
     monkeypatch.setitem(sys.modules, "langdetect", None)
     load_checkers.cache_clear()
     refused(*given, "--tasks=ifeval", words=["fly_jax[eval]"])

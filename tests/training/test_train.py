@@ -101,6 +101,10 @@ def test_what_a_teacher_expects(model: Llama, tmp_path: Path, monkeypatch: Patch
         # Products of bfloat16, shares as float16.
         for likely in (one.shares, np.take_along_axis(shares, one.likely, axis=-1)):
             np.testing.assert_allclose(likely, best, rtol=0.05, atol=0.003)
+    # Parts that were made with another length are not taken.
+    shorter = expected(model, documents, tmp_path / "parts", length=4, layers=LAYERS)
+    np.testing.assert_array_equal(shorter[0].features, found[0].features[-4:])
+    found = expected(model, documents, tmp_path / "parts", length=8, layers=LAYERS)
     monkeypatch.setattr(expectations, "_read_along", None)
     again = expected(model, documents, tmp_path / "parts", length=8, layers=LAYERS)
     jax.tree.map(np.testing.assert_array_equal, found, again)

@@ -23,6 +23,7 @@ from fly_jax.serving.http.protocol import ApiError, GenerationRequest, Prompt, i
 from fly_jax.serving.http.request_builder import RequestBuilder
 
 _MAX_UNREAD = 1024  # dispatches
+_KEPT_PATTERNS = 64  # of which clients may send any number
 
 
 class Service:
@@ -49,7 +50,8 @@ class Service:
         self.created = int(time.time())
         self._open: set[ResponseStream] = set()
         self.num_open = 0
-        self._protected = functools.cache(lambda patterns: pair.protected_token_ids(patterns))
+        cached = functools.lru_cache(_KEPT_PATTERNS)
+        self._protected = cached(lambda patterns: pair.protected_token_ids(patterns))
         spec = engine.engine.spec
         self.num_speculative_tokens = spec.static.num_speculative_tokens
         entropy = spec.static.needs(spec.rule).entropy

@@ -108,7 +108,9 @@ class DepthCosts:
         num_passes = dict.fromkeys(self.depths, 0.0)
         assert attended is not None
         for turn, depth in itertools.product(range(_TIMINGS), self.depths):
-            if turn > 1 and found[depth] > _LONG:
+            # One that would not pay if all of its drafts were kept need not be known so well.
+            hopeless = turn and found[depth] > (1 + depth) * min(found.values())
+            if hopeless or (turn > 1 and found[depth] > _LONG):
                 continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.stages import Traced
 
 from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, KVCache, Margin, Request, Sampling
 from fly_jax.decoding import programs
@@ -87,6 +89,19 @@ def test_once_warmed_up_nothing_compiles_and_nothing_is_copied(
         assert len(caches) == 1 + num_drafts(SPECS[name])
         assert state.tokens.is_deleted()
         assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
+
+
+def test_who_interrupts_does_not_wait_for_all_programs() -> None:
+    begun = list[int]()
+
+    def job(number: int) -> Traced:
+        begun.append(number)
+        return jax.jit(lambda one: one + number).trace(1.0)
+
+    done = programs.compiled([partial(job, number) for number in range(64)], 1)
+    assert next(done) == 1
+    done.close()
+    assert len(begun) < 64
 
 
 def test_other_weights_compile_nothing_and_others_their_rounds(compilations: Compilations) -> None:

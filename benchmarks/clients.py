@@ -1,0 +1,98 @@
+r"""Plain and speculative decoding in turns, by one process, as clients of a server would ask.
+
+    python benchmarks/clients.py --target target.gguf --draft draft.gguf --prompts_file FILE
+
+It writes results/qwen/clients.json.
+
+Over HTTP two servers are measured one after the other, and a machine changes between them. Here
+both engines are in one process, have as many slots as a server, and take turns: so many clients at
+a time ask for 64 tokens each, one request after another, until all prompts were asked.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import machine
+from absl import flags
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.pair import load_pair
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, RequestState
+from fly_jax.launch.inputs import read_prompts
+
+_TARGET = flags.DEFINE_string("target", None, "the target")
+_DRAFT = flags.DEFINE_string("draft", None, "the draft model")
+_DTYPE = flags.DEFINE_string("dtype", "int8", "of the weights")
+_PROMPTS = flags.DEFINE_string("prompts_file", None, "JSON lines with prompts")
+_CLIENTS = flags.DEFINE_list("clients", ["4", "16"], "clients at a time")
+_TURNS = flags.DEFINE_integer("turns", 2, "of each engine")
+_SLOTS, _LENGTH, _NEW_TOKENS, _LEAST = 16, 1280, 64, 12
+
+
+def asked(engine: Engine, prompts: Sequence[Sequence[int]], clients: int) -> dict[str, Any]:
+    """What these clients see while they ask for twice as many answers, at least 12."""
+    number, prefill = max(2 * clients, _LEAST), engine.prefill_seconds
+    left = iter([prompts[at % len(prompts)] for at in range(number)])
+    before = collections.Counter(engine.costs.num_rounds if engine.costs else {})
+    open_ones, done, begin = list[RequestState](), list[RequestState](), time.perf_counter()
+    while len(done) < number:
+        while len(open_ones) < clients and (prompt := next(left, None)) is not None:
+            open_ones.append(engine.submit(Request(prompt, _NEW_TOKENS)))
+        for _ in engine.step():
+            pass
+        done += [one for one in open_ones if one.is_finished]
+        open_ones = [one for one in open_ones if not one.is_finished]
+    seconds = time.perf_counter() - begin
+    rounds = collections.Counter(engine.costs.num_rounds if engine.costs else {}) - before
+    found = {
+        "tokens_per_second": sum(len(one.generation.token_ids) for one in done) / seconds,
+        "prefill_seconds": engine.prefill_seconds - prefill,
+        "first_token_seconds": statistics.median(one.first_token_seconds or 0.0 for one in done),
+        "rounds_by_depth": dict(rounds),
+    }
+    engine.forget()
+    return found
+
+
+def main() -> None:
+    """Measures both, and writes the results after every turn."""
+    pair = load_pair(_TARGET.value, _DRAFT.value, dtype=_DTYPE.value)
+    texts = [one.text for one in read_prompts(_PROMPTS.value, skip_bad=False)]
+    prompts = [
+        pair.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
+    ]
+    alone = dataclasses.replace(pair, drafts=())
+    auto = DecodingConfig(rule="exact", num_speculative_tokens="auto")
+    pairs = {
+        "autoregressive": (alone, DecodingConfig(rule="autoregressive")), "exact:auto": (pair, auto)
+    }  # fmt: skip
+    engines, warm_seconds, turns = dict[str, Engine](), dict[str, float](), list[dict[str, Any]]()
+    for name, (models, config) in pairs.items():
+        begin = time.perf_counter()
+        given = {"num_slots": _SLOTS, "max_length": _LENGTH, "with_texts": False}
+        engines[name] = Engine.of(models, config, **given)
+        engines[name].warm_up()
+        warm_seconds[name] = time.perf_counter() - begin
+        print(name, warm_seconds[name], flush=True)
+    for turn in range(_TURNS.value):
+        order = list(engines)[:: 1 if turn % 2 == 0 else -1]
+        for clients in map(int, _CLIENTS.value):
+            for name in order:
+                found = asked(engines[name], prompts, clients)
+                turns.append({"turn": turn, "clients": clients, "decoding": name} | found)
+                print(turns[-1], flush=True)
+                result = {"slots": _SLOTS, "max_new_tokens": _NEW_TOKENS}
+                result |= {"warm_up_seconds": warm_seconds, "turns": turns}
+                machine.write("qwen/clients", result)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["target", "draft", "prompts_file"])
+    machine.run(main)

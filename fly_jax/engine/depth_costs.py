@@ -67,6 +67,7 @@ class DepthCosts:
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
+        self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
         self._passes_run = 1.0  # of those
@@ -91,6 +92,7 @@ class DepthCosts:
             each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
             self._pass_seconds[program] = each
             self._seconds[program] = np.maximum(found - each * self._num_passes, found[0])
+        self._timed[program] = self._seconds[program].copy()
 
     def measure(
         self,
@@ -151,7 +153,7 @@ class DepthCosts:
             return _only(self.num_speculative_tokens, self.depths)
         # A draft model takes in what it lacks by a pass about as wide as the target's widest.
         behind = self._pass_seconds[program] * known[-1] / known[0] * np.sign(self.depths)
-        known = self._round_seconds(program)
+        known = self._with_draft(program, known)
         stays = np.equal(self.depths, self.current)
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
         # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
@@ -171,16 +173,19 @@ class DepthCosts:
         programs = [one for one in self._seconds if one[0] == rows and one[1] >= max(lengths)]
         if not programs:
             return True
-        each = self._round_seconds(min(programs)) / (num_live * (1 + self._kept * self._hoped))
+        program = min(programs)
+        # As all depths were timed: of those that run the seconds may have risen since, alone.
+        timed = self._with_draft(program, self._timed[program])
+        each = timed / (num_live * (1 + self._kept * self._hoped))
         pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
         if not pays:
             self._kept += _FADING * (1 - self._kept)
         return bool(pays)
 
-    def _round_seconds(self, program: Program) -> np.ndarray:
+    def _with_draft(self, program: Program, seconds: np.ndarray) -> np.ndarray:
         """The seconds of a round of each depth, with the draft model's passes as they are now."""
         draft = self._pass_seconds[program] * self._passes_run * self._num_passes
-        return np.asarray(self._seconds[program] + draft)
+        return np.asarray(seconds + draft)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""

@@ -217,6 +217,10 @@ def test_a_prompt_is_read_where_drafts_save_as_much() -> None:
     assert [costs.pays_to_read(1, 2, [round(saved * one)], 64) for one in (9, 11)] == [True, False]
     assert not costs.pays_to_read(1, 2, [round(saved * 5)] * 2, 60)
     assert costs.pays_to_read(9, 9, [200], 64), "nobody knows"
+    slower = Learnt(1.0, 3.5, 9.0)
+    slower.read_seconds = 0.1
+    slower.after(rounds(0, 0), 2 * 1.9, times=60)  # as those that draft would be, too
+    assert not slower.pays_to_read(1, 1, [10], 64)
     costs.after(rounds(4, given=0.0), times=200)
     assert not costs.pays_to_read(1, 2, [1], 64)
     for _ in range(200):

@@ -51,6 +51,8 @@ from fly_jax.verification.rules import Rule
 DEFAULT_LENGTH = 2048
 # So many waiting requests are searched for those that can be run with the first.
 _LOOKAHEAD = 64
+# Programs that are compiled at a time: XLA takes gigabytes for each large one.
+_MOST_COMPILED = 8
 
 Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
 
@@ -451,7 +453,7 @@ class Engine:
             given = state.attending(attended), inputs[drawn_too], number
             jobs.append(functools.partial(tracing.run, *given))
         # Processes of one mesh must all compile in the same order.
-        at_a_time = 1 if programs.spans_processes else os.cpu_count() or 1
+        at_a_time = 1 if programs.spans_processes else min(os.cpu_count() or 1, _MOST_COMPILED)
         for done in compiled(jobs, at_a_time):
             on_progress(done, len(jobs))
         if self.costs is not None and new_chunks and cast(Drafter, self.drafter).rests:

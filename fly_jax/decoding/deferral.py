@@ -16,6 +16,7 @@ from fly_jax.decoding.depth import AcceptanceStats, expected_tokens, strict_rate
 from fly_jax.decoding.reports import Reports, no_reports
 from fly_jax.errors import FlyJaxError
 from fly_jax.shapes import DraftFlags, RowFlags, RowFloats, RowInts, Text
+from fly_jax.verification.data import taken
 from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Rule, Verdict, Why
 from fly_jax.verification.sampling import Sampling
@@ -106,8 +107,8 @@ def defer(
     """
     index = verdict.num_accepted
     num_draft = verdict.why.shape[1]
-    at = jnp.minimum(index, num_draft - 1)[:, None]
-    why = jnp.take_along_axis(verdict.why, at, axis=1)[:, 0]
+    at = jnp.minimum(index, num_draft - 1)
+    why = taken(verdict.why, at)
     remaining = index + 1 + window_size - num_drafted
     is_new = (why == Why.REFUSED_BOUNDARY) & (index < num_drafted)
     is_new &= pays(stats, num_draft, num_drafted - index, remaining)
@@ -120,7 +121,7 @@ def defer(
     kept = jnp.where(after, Why.MATCHED.value, verdict.why)
     kept = jnp.where(here, Why.RESCUED.value, kept).astype(jnp.int8)
     gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
-    bonus = jnp.take_along_axis(seen.replacement, num_drafted[:, None], axis=1)[:, 0]
+    bonus = taken(seen.replacement, num_drafted)
     whole = dataclasses.replace(
         verdict,
         num_accepted=jnp.where(is_new, num_drafted, index),
@@ -129,7 +130,7 @@ def defer(
         why=kept,
         regret=None if verdict.regret is None else jnp.where(here, gap, verdict.regret),
     )
-    regret = jnp.where(is_new, jnp.take_along_axis(gap, at, axis=1)[:, 0], 0)
+    regret = jnp.where(is_new, taken(gap, at), 0)
     return whole, Deferral(is_new, index, jnp.where(is_new, remaining, 0), regret)
 
 
@@ -233,8 +234,8 @@ def close(
     is_replaced = (steps == (start - begin)[:, None]) & failed[:, None]
     whys = jnp.where(is_replaced, Why.CORRECTED.value, whys).astype(jnp.int8)
     keep = settled[:, None] + jnp.arange(window.why.shape[1])
-    left_whys, left_reports = jax.tree.map(lambda leaf: _taken(leaf, keep), (whys, reports))
-    tokens = _taken(text, begin[:, None] + steps)
+    left_whys, left_reports = jax.tree.map(lambda leaf: taken(leaf, keep), (whys, reports))
+    tokens = taken(text, begin[:, None] + steps)
     return Settlement(
         text=text,
         length=end.astype(jnp.int32),
@@ -252,15 +253,10 @@ def close(
     )
 
 
-def _taken(values: Array, at: Int[Array, "rows wanted"]) -> Array:
-    at = jnp.minimum(at, values.shape[1] - 1)
-    return jnp.take_along_axis(values, at.reshape(*at.shape, *(1,) * (values.ndim - 2)), axis=1)
-
-
 def _joined(pending: Array, block: Array, before: RowInts) -> Array:
     """The first `before` pending values of each row, and then the block's."""
     steps = jnp.arange(pending.shape[1] + block.shape[1])
-    from_block = _taken(block, jnp.maximum(steps - before[:, None], 0))
+    from_block = taken(block, jnp.maximum(steps - before[:, None], 0))
     more = ((0, 0),) * (block.ndim - 2)
     padded = jnp.pad(pending, ((0, 0), (0, block.shape[1]), *more))
     is_pending = jnp.expand_dims(steps < before[:, None], range(2, block.ndim))

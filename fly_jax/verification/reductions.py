@@ -64,7 +64,7 @@ def vocab_top(values: Local, count: int, axis_names: AxisNames = ()) -> Top:
     )
     everywhere = gathered(best)
     best, at = jax.lax.top_k(everywhere, min(count, everywhere.shape[-1]))
-    return best, jnp.take_along_axis(gathered(tokens), at, axis=-1)
+    return best, jnp.take_along_axis(gathered(tokens), at, axis=-1, mode="promise_in_bounds")
 
 
 def _largest(values: Local, count: int) -> Top:
@@ -99,7 +99,9 @@ def vocab_pick(
     local_size = values.shape[-1]
     index = tokens - token_ids(local_size, axis_names)[0]
     is_here = (index >= 0) & (index < local_size)
-    picked = jnp.take_along_axis(values, jnp.where(is_here, index, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(
+        values, jnp.where(is_here, index, 0)[..., None], axis=-1, mode="promise_in_bounds"
+    )[..., 0]
     picked = jnp.where(is_here, picked, missing)
     return jax.lax.pmax(picked, axis_names) if axis_names else picked
 

@@ -15,7 +15,7 @@ from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.head import Eagle3Head
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
-from fly_jax.verification.data import STATIC
+from fly_jax.verification.data import STATIC, taken
 from fly_jax.verification.rules import Verdict
 
 # The last token, all of the draft and its logits; what is fed next; the slots.
@@ -150,8 +150,8 @@ class HeadDraft(HeadDrafter):
                 lambda *given: fill(*given)[0], cache, cache.length, start, width
             )
         cache, hidden, fed = fill(cache, start)
-        last = jnp.maximum(length - 2 - start, 0)[:, None, None]
-        hidden, fed = (jnp.take_along_axis(one, last, axis=1) for one in (hidden, fed))
+        last = jnp.maximum(length - 2 - start, 0)[:, None]
+        hidden, fed = (taken(one, last) for one in (hidden, fed))
         drafted = jnp.zeros((rows, num_speculative_tokens), jnp.int32)
         scores = None
         if terms.sampling is not None:

@@ -13,6 +13,7 @@ from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
 from fly_jax.shapes import RowInts, Text
+from fly_jax.verification.data import taken
 
 Match = Literal["earliest", "latest"]
 
@@ -84,7 +85,7 @@ def look_up(
     run = jnp.ones(text.shape, bool)
     matched = jnp.zeros(text.shape, jnp.int32)
     for back in range(lookup.max_ngram):
-        last = jnp.take_along_axis(text, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
+        last = taken(text, jnp.maximum(length - 1 - back, 0))[:, None]
         shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :capacity]
         run &= (shifted == last) & (ends >= back)
         matched += run
@@ -92,8 +93,8 @@ def look_up(
     matched = jnp.where(earlier & (matched >= lookup.min_ngram), matched, 0)
     order = ends if lookup.match == "latest" else capacity - 1 - ends
     best = jnp.argmax(matched * capacity + jnp.where(matched > 0, order, 0), axis=1)
-    found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0] > 0
+    found = taken(matched, best) > 0
     follow = best[:, None] + 1 + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
-    tokens = jnp.take_along_axis(text, jnp.minimum(follow, capacity - 1), axis=1)
+    tokens = taken(text, jnp.minimum(follow, capacity - 1))
     available = jnp.minimum(length - 1 - best, num_speculative_tokens)
     return tokens, jnp.where(found, available, 0).astype(jnp.int32)

@@ -22,7 +22,7 @@ from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowFlags, RowInts, Text, Tokens
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.data import STATIC
+from fly_jax.verification.data import STATIC, taken
 
 # After a fully accepted block the draft model has not computed the keys of the token before the
 # last, so a pass must feed both. The width is static, so it always feeds two.
@@ -291,7 +291,7 @@ class _Run:
     def _catch_up(self, progress: _Progress, width: int) -> _Progress:
         start = jnp.maximum(self.length - width, 0)
         progress, hidden = self._fed(progress, start, width)
-        last = jnp.take_along_axis(hidden, (self.length - 1 - start)[:, None, None], axis=1)
+        last = taken(hidden, (self.length - 1 - start)[:, None])
         passed = self._chosen(self.model.logits(last), self.length, 1)
         return self._appended(progress, *passed, None)
 
@@ -434,7 +434,7 @@ def caught_up(
 def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width"]:
     """The tokens of each row, from its own start on."""
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    return jnp.take_along_axis(text, at, axis=1)
+    return taken(text, at)
 
 
 def once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:

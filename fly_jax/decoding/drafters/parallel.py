@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
 from fly_jax.decoding.drafters.model import ModelDrafter, ModelState, caught_up, slice_rows
 from fly_jax.shapes import Index, RowFlags, RowInts, Text
-from fly_jax.verification.data import STATIC
+from fly_jax.verification.data import STATIC, taken
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ class ParallelDraft(ModelDrafter):
         tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
         hidden, cache = model.extend(tokens, cache.with_length(start))
         places = (length - 1 - start)[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
-        logits = model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1))
+        logits = model.logits(taken(hidden, places))
         positions = length[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
         draft = Draft(
             tokens=terms.choose(logits, positions, self.layout),

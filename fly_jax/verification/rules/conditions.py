@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import is_remembered
-from fly_jax.verification.data import STATIC, Count, Number, Switch, column, data_tree, log
+from fly_jax.verification.data import STATIC, Count, Number, Switch, column, data_tree, log, taken
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence
 
 
@@ -266,7 +266,7 @@ class Window:
         # The count up to the last follower less that up to here.
         count = jnp.cumsum(mismatch, axis=1)
         last = jnp.broadcast_to(last, mismatch.shape)
-        return jnp.take_along_axis(count, last, axis=1) == count
+        return taken(count, last) == count
 
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
         """Tells where the whole window lies within the row's block."""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, Int32
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters, parameter
 from fly_jax.shapes import DraftFlags, DraftTokens
-from fly_jax.verification.data import STATIC, Count, Number, data_tree, narrowed
+from fly_jax.verification.data import STATIC, Count, Number, data_tree, narrowed, taken
 from fly_jax.verification.evidence import Needs, TargetEvidence
 from fly_jax.verification.rules.conditions import (
     Clause,
@@ -371,7 +371,7 @@ def accept(
     is_rescue = prefix & rescued
     return Verdict(
         num_accepted=num_accepted,
-        next_token=jnp.take_along_axis(evidence.replacement, num_accepted[:, None], axis=1)[:, 0],
+        next_token=taken(evidence.replacement, num_accepted),
         next_why=next_why.astype(jnp.int8),
         why=why.astype(jnp.int8),
         num_rescued=jnp.sum(is_rescue, axis=1, dtype=jnp.int32),

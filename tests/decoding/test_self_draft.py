@@ -30,15 +30,17 @@ from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF_DRAFTS, self_draft
 
-
-@pytest.fixture(scope="module", params=["llama3", "qwen2"])
-def target(request: pytest.FixtureRequest) -> Llama:
-    return load_llama(GOLDEN / request.param)
+FAMILIES = {"int8": "llama3", "int4": "qwen2"}
 
 
-@pytest.fixture(scope="module", params=SELF_DRAFTS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def target(name: str) -> Llama:
+    return load_llama(GOLDEN / FAMILIES[name])
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ def run(
         for size, folder in zip(("405B", "8B"), EMBEDDED_PAIR, strict=True):
             command = command.replace(f"meta-llama/Llama-3.1-{size}-Instruct", str(folder))
         command = command.replace("--mesh 8x8", "--mesh 2x4")  # what can be had here
-        # In a process, as a reader would: what a shell has a part in, and the first command.
-        if not command.startswith(f"{LAUNCH} ") or ">" in shlex.split(command):
+        # In a process, as a reader would: what a shell has a part in.
+        if not command.startswith(LAUNCH) or ">" in shlex.split(command):
             command = re.sub(r"^python ", f"{sys.executable} ", command)
             there = {**os.environ, "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
             given = {"cwd": tmp_path, "env": there, "capture_output": True, "text": True}

@@ -132,10 +132,9 @@ def test_a_common_beginning_is_run_once() -> None:
     check_alone(kind, found)
 
 
-@pytest.mark.parametrize("mesh", [None, "2x2x2"])
-def test_prompts_that_are_run_together_have_short_caches(mesh: str | None) -> None:
+def test_prompts_that_are_run_together_have_short_caches() -> None:
     """They go on where a slot with a long text begins, and a long text where one of them does."""
-    kind = Kind(dataclasses.replace(ROUND, rule=Exact()), mesh=mesh)
+    kind = Kind(dataclasses.replace(ROUND, rule=Exact()))
     given = {"max_length": 500, "offline": True}
     engine, alone = (engine_for(kind, num_slots=slots, **given) for slots in (4, 1))
     plan = engine._prefill.plan

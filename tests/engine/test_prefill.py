@@ -84,7 +84,7 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
         assert account(alone)[:-1] == account(state)[:-1]
 
 
-@pytest.mark.parametrize("name", ["levels", "defer", "lookup alone", "auto"])
+@pytest.mark.parametrize("name", ["levels", "defer", "lookup alone"])
 def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, int]]) -> None:
     kind = Kind(AUTO) if name == "auto" else KINDS[name]
     engine = engine_for(kind, num_slots=16, offline=True)

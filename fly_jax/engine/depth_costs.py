@@ -24,9 +24,10 @@ _FIRST_TOKENS, _FADING = 32.0, 0.02
 _LEAST_KEPT = 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
-# How often a round of each depth is timed before the first request; the fastest counts. The first
-# brings a draft model's weights into memory, and one that takes so many seconds is timed twice.
+# How often a round of each depth is timed before the first request; the fastest counts. One that
+# takes so many seconds is timed twice. What runs before them, untimed, brings weights into memory.
 _TIMINGS, _LONG = 3, 0.5
+_UNTIMED = -1
 
 Program = tuple[int, int]
 
@@ -109,10 +110,11 @@ class DepthCosts:
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         num_passes = dict.fromkeys(self.depths, 0.0)
         assert attended is not None
-        for turn, depth in itertools.product(range(_TIMINGS), self.depths):
+        first = (_UNTIMED, next(depth for depth in self.depths if depth))
+        for turn, depth in (first, *itertools.product(range(_TIMINGS), self.depths)):
             # One that would not pay if all of its drafts were kept need not be known so well.
-            hopeless = turn and found[depth] > (1 + depth) * min(found.values())
-            if hopeless or (turn > 1 and found[depth] > _LONG):
+            hopeless = depth and found[depth] > (1 + depth) * min(found.values())
+            if turn > 0 and (hopeless or (turn > 1 and found[depth] > _LONG)):
                 continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])
@@ -121,6 +123,8 @@ class DepthCosts:
             begin = time.perf_counter()
             state, output = programs.run(state, inputs, rows)
             run = rounds_run(jax.device_get(output))
+            if turn == _UNTIMED:
+                continue
             seconds, drafted = time.perf_counter() - begin, [one for one in run if one.is_drafted]
             if depth and drafted:  # those behind it for which a lookup found nothing are plain ones
                 seconds -= min(found.get(0, 0.0), seconds / len(run)) * (len(run) - len(drafted))
@@ -137,12 +141,14 @@ class DepthCosts:
     ) -> None:
         """Times a chunk of the prompts of `rows`, which are donated, with a draft model or not."""
         seconds, tokens = {True: math.inf, False: math.inf}, len(rows.length) * size
-        for turn, drafts in itertools.product(range(_TIMINGS), seconds):
-            if turn and seconds[drafts] > _LONG:
+        for turn, drafts in ((_UNTIMED, True), *itertools.product(range(_TIMINGS), seconds)):
+            if turn > 0 and seconds[drafts] > _LONG:
                 continue
             rows, begin = jax.block_until_ready(rows), time.perf_counter()
             rows = programs.prefill_chunk(rows, size, 0, attended, drafts=drafts)
             jax.block_until_ready(rows)
+            if turn == _UNTIMED:
+                continue
             seconds[drafts] = min(seconds[drafts], time.perf_counter() - begin)
         self.read_seconds = max(seconds[True] - seconds[False], 0.0) / tokens
 

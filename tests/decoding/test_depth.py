@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +16,10 @@ from random_pairs import CAPACITY, ROWS, SPECS, pair_engine, random_target
 from fly_jax import Engine, FlyJaxError, Lookup, Request, Verdict, Why
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.depth import AcceptanceStats, choose_depth, expected_tokens, observe
+from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine import depth_costs
-from fly_jax.engine.depth_costs import DepthCosts, Round, rounds_run
+from fly_jax.engine.depth_costs import DepthCosts, Program, Round, rounds_run
 
 counts = st.floats(0.5, 50, width=32)
 
@@ -130,6 +132,38 @@ def test_a_lookup_finds_something_where_its_rounds_are_measured(monkeypatch: Pat
     monkeypatch.setattr(depth_costs, "rounds_run", noted)
     engine.warm_up_for([Request([1, 2, 3], 20)])
     assert {one.depth: one.is_drafted for one in measured} == {0: False, 2: True, 5: True}
+
+
+def test_what_brings_weights_into_memory_is_not_timed(monkeypatch: Patch) -> None:
+    """The first pass of a kind takes long; a depth that seemed hopeless for that never ran."""
+    now, begun, learnt = [0.0], set[object](), list[list[float]]()
+
+    def slow_at_first(name: str) -> None:
+        run = getattr(Programs, name)
+
+        def running(self: Programs, *given: Any, **how: Any) -> Any:
+            if not self._traces:
+                drafts = how.get("drafts", False)
+                if name == "run":
+                    drafts = bool(np.isinf(given[0].stats.costs[0, 0]))
+                now[0] += 1.0 if (name, drafts) in begun or not drafts else 100.0
+                begun.add((name, drafts))
+            return run(self, *given, **how)
+
+        monkeypatch.setattr(Programs, name, running)
+
+    def learn(self: DepthCosts, _: Program, seconds: Sequence[float], *rest: Any) -> None:
+        learnt.append([*seconds])
+
+    engine = pair_engine(0, SPECS["exact"].with_static(depths=(0, 2, 5)), 0.2)
+    for name in ("run", "prefill_chunk"):
+        slow_at_first(name)
+    monkeypatch.setattr(depth_costs.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(DepthCosts, "learn", learn)
+    engine.warm_up_for([Request([1, 2, 3], 20)])
+    assert learnt == [[1.0, 1.0, 1.0]]
+    assert engine.costs is not None
+    assert engine.costs.read_seconds == 0.0
 
 
 def test_without_a_draft_for_long_its_rates_are_hoped_for_anew() -> None:

@@ -33,8 +33,8 @@ from fly_jax.decoding.pair import Pair, load_pair  # noqa: E402
 from fly_jax.decoding.programs import Programs  # noqa: E402
 from fly_jax.decoding.state import DecodeState  # noqa: E402
 
-# A module in one piece: cutting it into pieces for more cores is work of its own. And a reduction
-# in one kernel: two are faster, and take a quarter of the time to compile a round.
+# A module in one piece: cutting it into pieces for more cores is work of its own. Reductions are
+# not split into two kernels, which would run faster: that is a quarter of a round's compile time.
 added = ["--xla_cpu_parallel_codegen_split_count=1"]
 added += ["--xla_disable_hlo_passes=tree_reduction_rewriter"]
 if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know the flag

@@ -14,16 +14,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import decode_together
 import httpx
 import jax
 import numpy as np
 import pytest
+from decode_together import MAX_NEW_TOKENS, PROMPTS
 from launch_types import Captured, Decoded, Patch, Refused
 
 from fly_jax.launch import crash_handler, serve
@@ -34,9 +36,8 @@ from fly_jax.sharding import processes
 
 # Far more than it takes, for machines that do other things as well.
 PATIENCE = 300
-SIZES = ["--max_new_tokens=12", "--num_speculative_tokens=4", "--window_size=2"]
-# Rows of one batch differ in length and end at different rounds; the last batch is not full.
-PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
+LAUNCH = ("-m", "fly_jax.launch")
+SIZES = [f"--max_new_tokens={MAX_NEW_TOKENS}", "--num_speculative_tokens=4", "--window_size=2"]
 HOST = socket.gethostname()
 Alone = Callable[[str], list[dict[str, Any]]]
 
@@ -47,7 +48,10 @@ class Job:
     Where they meet is added to their arguments. Process 0 reads `stdin`, the others nothing.
     """
 
-    def __init__(self, folder: Path, *arguments: str, stdin: str = "", number: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, program: Sequence[str] = LAUNCH, stdin: str = "",
+        number: int = 2,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.processes = []
         # No proxy, of which JAX would warn.
@@ -59,8 +63,7 @@ class Job:
         place = [f"--coordinator_address={address}", f"--num_processes={number}"]
         for index in range(number):
             (folder / f"in_{index}").write_text("" if index else stdin)
-            command = [sys.executable, "-m", "fly_jax.launch", *arguments, *place]
-            command.append(f"--process_id={index}")
+            command = [sys.executable, *program, *arguments, *place, f"--process_id={index}"]
             with contextlib.ExitStack() as files:
                 streams = {
                     f"std{kind}": files.enter_context((folder / f"{kind}_{index}").open(mode))
@@ -104,6 +107,21 @@ def alone(of_pair: Decoded) -> Alone:
     """What one process prints with a rule."""
     given = [*SIZES, *(f"--prompt={prompt}" for prompt in PROMPTS)]
     return lambda rule: of_pair(*given, f"--rule={rule}")
+
+
+def test_tokens_of_each_are_those_of_one(models: list[str], alone: Alone, tmp_path: Path) -> None:
+    """Through the library, which gives them to every process."""
+    job = Job(
+        tmp_path,
+        *models[:2],
+        "--mesh=1x2",
+        f"--folder={tmp_path}",
+        program=[decode_together.__file__],
+    )
+    expected = [[one["token_ids"], one["num_rounds"]] for one in alone("fly")]
+    assert job.statuses() == [0, 0], job.err(0)
+    for index in range(2):
+        assert json.loads((tmp_path / f"results_{index}.json").read_text()) == expected
 
 
 def test_process_0_reads_and_is_heard(models: list[str], tmp_path: Path, alone: Alone) -> None:
@@ -157,7 +175,7 @@ def test_process_0_serves_for_all(models: list[str], alone: Alone, tmp_path: Pat
             assert reply.status_code == 200, reply.text
             return str(reply.json()["choices"][0]["text"])
 
-        asked = {"max_tokens": 12, "temperature": 0}
+        asked = {"max_tokens": MAX_NEW_TOKENS, "temperature": 0}
         given = [asked | {"prompt": text} for text in PROMPTS]
         with concurrent.futures.ThreadPoolExecutor() as clients:  # more than there are slots
             fly = clients.map(ask, given)

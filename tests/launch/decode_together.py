@@ -1,0 +1,41 @@
+"""One of several processes that decode through the library; writes what it got to a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.engine.generation import generate
+from fly_jax.sharding.processes import detect_process, initialize
+from fly_jax.verification.rules import Fly
+
+# Rows of one batch differ in length and end at different rounds; the last batch is not full.
+PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
+MAX_NEW_TOKENS = 12
+
+
+def results(pair: Pair) -> list[list[object]]:
+    """What follows each prompt with FLy, and after how many rounds it is done."""
+    sizes = {"num_speculative_tokens": 4, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 3}
+    found = generate(pair, PROMPTS, rule=Fly(window_size=2), **sizes)
+    return [[row.token_ids, row.num_rounds] for row in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("target", "draft", "mesh", "coordinator_address", "folder"):
+        parser.add_argument(f"--{name}")
+    for name in ("num_processes", "process_id"):
+        parser.add_argument(f"--{name}", type=int)
+    given = parser.parse_args()
+    process = detect_process(given.coordinator_address, given.num_processes, given.process_id)
+    initialize(process, timeout=240)
+    pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
+    path = Path(given.folder, f"results_{process.process_id}.json")
+    path.write_text(json.dumps(results(pair)))
+
+
+if __name__ == "__main__":
+    main()

@@ -99,7 +99,7 @@ def taken(
     """
 
     def of_a_row(values: Array, at: Array) -> Array:
-        return values.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return values.at[at].get(mode="clip", wrap_negative_indices=False)
 
     return jax.vmap(of_a_row)(values, at)
 

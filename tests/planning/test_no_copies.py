@@ -64,7 +64,7 @@ def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
 
 
 PLACES = (None, "tensor_whole")  # one device, and 8
-# Of these, test_no_copies_on_slices.py sees what meshes of TPUs are given; of FLy the README's plan.
+# What meshes of TPUs are given of these test_no_copies_on_slices.py sees, and the README's plan.
 ON_SLICES = ("autoregressive", "exact", "sampled", "fly", "auto", "head below")
 
 

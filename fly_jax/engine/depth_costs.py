@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from fly_jax.decoding.depth import HOPED_STRICT_RATE
+from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
@@ -157,8 +158,10 @@ class DepthCosts:
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
-        # A draft model takes in what it lacks by a pass about as wide as the target's widest.
-        behind = self._pass_seconds[program] * known[-1] / known[0] * np.sign(self.depths)
+        # A wide pass, in which a draft model takes in what it lacks, may take longer than one of a
+        # token, and as long as so many tokens of prompts.
+        wide = self.read_seconds * CATCH_UP_AFTER * program[0]
+        behind = max(self._pass_seconds[program], wide) * np.sign(self.depths)
         known = self._with_draft(program, known)
         stays = np.equal(self.depths, self.current)
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)

@@ -202,11 +202,14 @@ def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
 
 def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() -> None:
     """A token takes a second alone and half of one drafted, and each pass before that a quarter."""
-    costs = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4]).after(rounds(0))
-    np.testing.assert_allclose(costs[2], [0.0, 0.25 * 1.0, 0.25 * 1.0], rtol=1e-5)
+    learnt = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4])
+    costs = learnt.after(rounds(0))
+    np.testing.assert_allclose(costs[2], [0.0, 0.25, 0.25], rtol=1e-5)
     assert [chosen(costs, left) for left in (5, 60)] == [4, 4]
     assert [chosen(costs, left, num_behind=8) for left in (1, 4, 60)] == [0, 0, 4]
     assert [chosen(costs, 10**6, num_behind=number) for number in (8, 10**3)] == [4, 0]
+    learnt.read_seconds = 0.5  # where arithmetic binds it is 16 tokens of each row that take long
+    np.testing.assert_allclose(learnt.after([])[2], [0.0, *[16 * PROGRAM[0] * 0.5] * 2], rtol=1e-5)
 
 
 def test_a_prompt_is_read_where_drafts_save_as_much() -> None:

@@ -31,7 +31,7 @@ _CATCH_UP = 2
 # mostly one of the target and one of the draft model. If more are missing they are fed first.
 _CATCH_UP_BELOW = 4
 # A model that is left out of whole rounds lacks all tokens of these.
-_CATCH_UP_AFTER = 16
+CATCH_UP_AFTER = 16
 
 _Carry = TypeVar("_Carry")
 
@@ -143,7 +143,7 @@ class DraftModel(ModelDrafter):
     @property
     def unseen(self) -> int:  # type: ignore[override]
         """The tokens that a pass may feed again, or that the level below may lack."""
-        own = _CATCH_UP_AFTER if self.rests else _CATCH_UP
+        own = CATCH_UP_AFTER if self.rests else _CATCH_UP
         return own if self.below is None else max(own, self.below.unseen)
 
     @property
@@ -154,7 +154,7 @@ class DraftModel(ModelDrafter):
     def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
         """Counts passes as wide as those of `_Run.first_token`."""
         lacking = jnp.where(live, length - _CATCH_UP - state.cache.length, 0)
-        return -(-jnp.max(lacking, initial=0) // _CATCH_UP_AFTER)
+        return -(-jnp.max(lacking, initial=0) // CATCH_UP_AFTER)
 
     def at_rest(self) -> DraftModel:
         """A copy with defaults for `of_proposing`, also in the levels below."""
@@ -249,7 +249,7 @@ class _Run:
         lags, rests = self.drafter.lags, self.drafter.rests
         if not (lags or rests):
             return self._catch_up(progress, _CATCH_UP)
-        width, most = (_CATCH_UP_BELOW,) * 2 if lags else (_CATCH_UP, _CATCH_UP_AFTER)
+        width, most = (_CATCH_UP_BELOW,) * 2 if lags else (_CATCH_UP, CATCH_UP_AFTER)
         start = jnp.maximum(self.length - width, 0)
         latest = jnp.maximum(self.length - most, 0)
         needed = jnp.where(self.is_asked, start, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -64,6 +65,7 @@ class Borders:
 def run() -> None:
     """Decodes a prompt and prints the borders."""
     borders = Borders()
+    threading.setprofile(borders)  # programs are traced in threads
     sys.setprofile(borders)
     status = main(["--prompt=import os", "--max_new_tokens=4"])
     sys.setprofile(None)

@@ -1,27 +1,30 @@
 r"""Plain and speculative decoding in turns, by one process, as clients of a server would ask.
 
-    python benchmarks/clients.py --target target.gguf --draft draft.gguf --prompts_file FILE
+    python benchmarks/clients.py --target target.gguf --draft draft.gguf --prompts_file FILE ...
 
 It writes results/qwen/clients.json.
 
-Over HTTP two servers are measured one after the other, and a machine changes between them. Here
-both engines are in one process, have as many slots as a server, and take turns: so many clients at
-a time ask for 64 tokens each, one request after another, until all prompts were asked.
+Over HTTP servers are measured one after the other, and a machine changes between them. Here the
+engines are in one process, have a slot for each client, and take turns: so many clients at a time
+ask for 64 tokens each, one request after another, until all prompts of a file were asked.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import machine
 from absl import flags
 
 from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import load_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
@@ -30,10 +33,10 @@ from fly_jax.launch.inputs import read_prompts
 _TARGET = flags.DEFINE_string("target", None, "the target")
 _DRAFT = flags.DEFINE_string("draft", None, "the draft model")
 _DTYPE = flags.DEFINE_string("dtype", "int8", "of the weights")
-_PROMPTS = flags.DEFINE_string("prompts_file", None, "JSON lines with prompts")
+_PROMPTS = flags.DEFINE_multi_string("prompts_file", None, "JSON lines with prompts")
 _CLIENTS = flags.DEFINE_list("clients", ["4", "16"], "clients at a time")
 _TURNS = flags.DEFINE_integer("turns", 2, "of each engine")
-_SLOTS, _LENGTH, _NEW_TOKENS, _LEAST = 16, 1280, 64, 12
+_LENGTH, _NEW_TOKENS, _LEAST = 1280, 64, 12
 
 
 def asked(engine: Engine, prompts: Sequence[Sequence[int]], clients: int) -> dict[str, Any]:
@@ -62,33 +65,42 @@ def asked(engine: Engine, prompts: Sequence[Sequence[int]], clients: int) -> dic
 
 
 def main() -> None:
-    """Measures both, and writes the results after every turn."""
+    """Measures all, and writes the results after every turn."""
     pair = load_pair(_TARGET.value, _DRAFT.value, dtype=_DTYPE.value)
-    texts = [one.text for one in read_prompts(_PROMPTS.value, skip_bad=False)]
-    prompts = [
-        pair.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
-    ]
+    chat = pair.tokenizer.apply_chat_template
+    files = {
+        Path(file).stem: [
+            chat([{"role": "user", "content": prompt.text}])
+            for prompt in read_prompts(file, skip_bad=False)
+        ]
+        for file in _PROMPTS.value
+    }
     alone = dataclasses.replace(pair, drafts=())
     auto = DecodingConfig(rule="exact", num_speculative_tokens="auto")
     pairs = {
-        "autoregressive": (alone, DecodingConfig(rule="autoregressive")), "exact:auto": (pair, auto)
-    }  # fmt: skip
+        "autoregressive": (alone, DecodingConfig(rule="autoregressive")),
+        "lookup, exact:auto": (alone, auto.replace(prompt_lookup_max=Lookup.max_ngram)),
+        "exact:auto": (pair, auto),
+    }
     engines, warm_seconds, turns = dict[str, Engine](), dict[str, float](), list[dict[str, Any]]()
+    clients_given = [int(one) for one in _CLIENTS.value]
+    slots = max(clients_given)
     for name, (models, config) in pairs.items():
         begin = time.perf_counter()
-        given = {"num_slots": _SLOTS, "max_length": _LENGTH, "with_texts": False}
+        given = {"num_slots": slots, "max_length": _LENGTH, "with_texts": False}
         engines[name] = Engine.of(models, config, **given)
         engines[name].warm_up()
         warm_seconds[name] = time.perf_counter() - begin
         print(name, warm_seconds[name], flush=True)
     for turn in range(_TURNS.value):
         order = list(engines)[:: 1 if turn % 2 == 0 else -1]
-        for clients in map(int, _CLIENTS.value):
+        for clients, file in itertools.product(clients_given, files):
             for name in order:
-                found = asked(engines[name], prompts, clients)
-                turns.append({"turn": turn, "clients": clients, "decoding": name} | found)
+                found = asked(engines[name], files[file], clients)
+                asked_for = {"turn": turn, "clients": clients, "prompts": file, "decoding": name}
+                turns.append(asked_for | found)
                 print(turns[-1], flush=True)
-                result = {"slots": _SLOTS, "max_new_tokens": _NEW_TOKENS}
+                result = {"slots": slots, "max_new_tokens": _NEW_TOKENS}
                 result |= {"warm_up_seconds": warm_seconds, "turns": turns}
                 machine.write("qwen/clients", result)
 

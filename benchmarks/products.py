@@ -23,8 +23,8 @@ from fly_jax.verification.reductions import vocab_argmax
 
 TURNS = 40
 TOKENS = (1, 2, 4, 5, 8, 10, 16, 64)
-# Outputs, inputs, copies: of the embedded target, which a cache holds, and of Qwen2.5 1.5B.
-MATRICES = ((1280, 384, 12), (8960, 1536, 6))
+# Outputs, inputs, copies: of the embedded target, which a cache holds, of Qwen2.5 1.5B and 0.5B.
+MATRICES = ((1280, 384, 12), (8960, 1536, 6), (1536, 8960, 6), (4864, 896, 24))
 VOCABULARIES = ((2048, 10), (49_152, 1), (151_936, 1), (151_936, 5))
 
 Way = Callable[[], Any]
@@ -47,6 +47,7 @@ def of_matrices(outputs: int, inputs: int, copies: int, tokens: int) -> dict[str
     plain = [one.T.copy() for one in turned]
     rounded = [(one * 40).astype(jnp.int8) for one in turned]
     x, scale = jax.random.normal(keys[0], (1, tokens, inputs)), jnp.ones(outputs)
+    fours = ((0, 0), (0, -tokens % 4), (0, 0))  # all tokens padded, as one and two are not
 
     def every(multiply: Callable[[Array, Array], Array], matrices: list[Array]) -> Way:
         run = jax.jit(lambda x, matrices: [multiply(x, one) for one in matrices])
@@ -56,6 +57,9 @@ def of_matrices(outputs: int, inputs: int, copies: int, tokens: int) -> dict[str
         "float32, in front": every(lambda x, one: in_front("bti,oi->bto", x, one), turned),
         "float32, behind": every(lambda x, one: matmul("bti,io->bto", x, one), plain),
         "int8": every(lambda x, one: of_integers(x, one, scale), rounded),
+        "int8, fours": every(
+            lambda x, one: of_integers(jnp.pad(x, fours), one, scale)[:, :tokens], rounded
+        ),
     }
 
 

@@ -147,27 +147,28 @@ def of_chosen_integers(
 ) -> Float[Array, "rows time *out"]:
     """Multiplies as `of_integers` by one of several matrices, which is not copied."""
     tokens = x.shape[0] * x.shape[1]
-    flat = x.reshape(tokens, -1).astype(jnp.float32)
-    blocks = _joined_outputs(tokens, flat.shape[1], scales[0].size)
-    padding = ((0, -tokens % (4 // blocks)), (0, 0))
-    rows = quantize(jnp.pad(flat, padding), jnp.int8, channelwise_axes=[0])
-    spread = jnp.kron(jnp.eye(blocks, dtype=jnp.int8), rows.qvalue) if blocks > 1 else rows.qvalue
+    rows = quantize(x.reshape(tokens, -1).astype(jnp.float32), jnp.int8, channelwise_axes=[0])
+    blocks = _joined_outputs(tokens, rows.shape[1], scales[0].size)
+    integers = jnp.pad(rows.qvalue, ((0, -tokens % (4 // blocks)), (0, 0)))
+    if blocks > 1:
+        integers = jnp.kron(jnp.eye(blocks, dtype=jnp.int8), integers)
     is_wide = tokens > _FEW_INTEGERS
 
     def of(matrix: Array, scale: Array) -> Array:
-        columns, scale = matrix.reshape(-1, spread.shape[1]), scale.reshape(-1)
-        first, second = (spread, columns) if is_wide else (columns, spread)
+        columns, scale = matrix.reshape(-1, integers.shape[1]), scale.reshape(-1)
+        first, second = (integers, columns) if is_wide else (columns, integers)
         both = (((1,), (1,)), ((), ()))
         sums = jax.lax.dot_general(first, second, both, preferred_element_type=jnp.int32)
         if is_wide:
-            outputs = sums * scale * rows.scale
+            outputs = sums[:tokens] * scale * rows.scale
         else:
-            outputs = sums.reshape(len(scale), -1) * scale[:, None] * rows.scale.T
+            sums = sums.reshape(len(scale), -1)[:, :tokens]
+            outputs = sums * scale[:, None] * rows.scale.T
         return jax.lax.optimization_barrier(outputs)
 
     each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
     outputs = jax.lax.switch(chosen, each)
-    outputs = (outputs if is_wide else outputs.T)[:tokens]
+    outputs = outputs if is_wide else outputs.T
     return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
 
 

@@ -151,7 +151,8 @@ def of_chosen_integers(
     blocks = _joined_outputs(tokens, rows.shape[1], scales[0].size)
     integers = jnp.pad(rows.qvalue, ((0, -tokens % (4 // blocks)), (0, 0)))
     if blocks > 1:
-        integers = jnp.kron(jnp.eye(blocks, dtype=jnp.int8), integers)
+        own = np.eye(blocks, dtype=bool)[:, None, :, None]
+        integers = jnp.where(own, integers[:, None], jnp.int8(0)).reshape(4, -1)
     is_wide = tokens > _FEW_INTEGERS
 
     def of(matrix: Array, scale: Array) -> Array:

@@ -23,6 +23,9 @@ _WEIGHT, _MOST = 0.2, 2.0
 _FIRST_TOKENS, _FADING = 32.0, 0.02
 # The least share of them that counts as kept, so that drafting is never given up for good.
 _LEAST_KEPT = 0.5
+# Before anything is known: the draft tokens that rows keep, of those usually hoped for, and the
+# share of the draft model's passes that a level below leaves. Else nobody would find out.
+_FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
@@ -61,22 +64,24 @@ class DepthCosts:
       current: K of the last round that was read.
       num_rounds: that were read, by K.
       read_seconds: that a draft model takes for a token of a prompt.
+      kept_of_hoped: the draft tokens that rows have kept, of those usually hoped for.
     """
 
-    def __init__(self, depths: Sequence[int]) -> None:
-        """Begins with nothing known, so that the largest K is taken."""
+    def __init__(self, depths: Sequence[int], *, adapts: bool = False) -> None:
+        """Begins with nothing known, so that the largest K is taken; see `Drafter.adapts`."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
+        self._adapts = adapts
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
-        self._passes_run = 1.0  # of those
+        self._passes_run = _HOPED_PASSES if adapts else 1.0  # of those
         self._drafts = np.full((2, len(self.depths)), _FIRST_TOKENS, np.float32)
         hoped = np.cumsum(HOPED_STRICT_RATE ** np.arange(self.num_speculative_tokens + 1)) - 1
         self._hoped = hoped[list(self.depths)]  # draft tokens that a row keeps of a round
-        self._kept = 1.0  # the share of them that rows have kept
+        self.kept_of_hoped = _FIRST_KEPT
         self.read_seconds = 0.0
 
     def learn(
@@ -185,16 +190,17 @@ class DepthCosts:
         program = min(programs)
         # As all depths were timed: of those that run the seconds may have risen since, alone.
         timed = self._with_draft(program, self._timed[program])
-        each = timed / (num_live * (1 + self._kept * self._hoped))
+        kept = np.minimum(self.kept_of_hoped * self._hoped, self.depths)
+        each = timed / (num_live * (1 + kept))
         pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
         if not pays:
-            self._kept += _FADING * (1 - self._kept)
+            self.kept_of_hoped += _FADING * (1 - self.kept_of_hoped)
         return bool(pays)
 
     def _with_draft(self, program: Program, seconds: np.ndarray) -> np.ndarray:
         """The seconds of a round of each depth, with the draft model's passes as they are now."""
-        draft = self._pass_seconds[program] * self._passes_run * self._num_passes
-        return np.asarray(seconds + draft)
+        passes = np.maximum(self._passes_run * self._num_passes, np.minimum(self._num_passes, 1))
+        return np.asarray(seconds + self._pass_seconds[program] * passes)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""
@@ -209,10 +215,12 @@ class DepthCosts:
             seen = np.sum([(one.kept, one.expected) for one in drafted], axis=0)
             self._drafts[:, at] += seen - _FADING * self._drafts[:, at]
             hoped = self._hoped[at] * sum(one.num_rows for one in drafted)
-            self._kept += _FADING * (seen[0] / hoped - self._kept)
+            self.kept_of_hoped += _FADING * (seen[0] / hoped - self.kept_of_hoped)
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
         usual = self._num_passes[at] or num_passes
-        if usual and num_passes <= usual:  # others took in what the draft model lacked
+        if self._adapts and usual <= 1:  # which show nothing of what is below
+            self._passes_run += _FADING * (_HOPED_PASSES - self._passes_run)
+        elif usual and num_passes <= usual:  # others took in what the draft model lacked
             self._passes_run += _WEIGHT * (num_passes / usual - self._passes_run)
         is_one = num_passes <= usual and len(drafted) == len(rounds) and last == self.current
         if seconds is not None and is_one:

@@ -162,7 +162,10 @@ class Engine:
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.prefill_seconds = 0.0
-        self.costs = DepthCosts(spec.static.depths) if spec.static.depths else None
+        self.costs = None
+        if spec.static.depths:
+            adapts = self.drafter is not None and self.drafter.adapts
+            self.costs = DepthCosts(spec.static.depths, adapts=adapts)
         self._load_may_change_text = load_may_change_text
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch

@@ -151,8 +151,10 @@ def rounds(*depths: int, given: float = 1.0) -> list[Round]:
 class Learnt(DepthCosts):
     """Of one program, whose rounds take so many seconds, by K."""
 
-    def __init__(self, *seconds: float, num_passes: Sequence[float] = ()) -> None:
-        super().__init__(DEPTHS)
+    def __init__(
+        self, *seconds: float, num_passes: Sequence[float] = (), adapts: bool = False
+    ) -> None:
+        super().__init__(DEPTHS, adapts=adapts)
         self.learn(PROGRAM, seconds, num_passes)
 
     def after(self, run: list[Round], seconds: float | None = None, times: int = 1) -> np.ndarray:
@@ -200,6 +202,24 @@ def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.5], rtol=0.01)
 
 
+def test_a_round_of_one_pass_says_nothing_of_the_level_below() -> None:
+    """So its passes are hoped to be half of them, at first and again after long."""
+    costs = Learnt(1.0, 2.0, 5.0, num_passes=[0, 1, 4], adapts=True)
+    np.testing.assert_allclose(costs.after([])[0], [1.0, 2.0, 0.95 * 3.0])
+    seconds, *_ = costs.after([Round(4, 1, 1.0, num_passes=4)], times=60)
+    np.testing.assert_allclose(seconds, [1.0, 2.0, 0.95 * 5.0], rtol=0.01)
+    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=1)], times=400)
+    np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
+
+
+def test_a_prompt_is_read_until_drafts_are_known_not_to_pay() -> None:
+    costs = Learnt(1.0, 2.0, 3.0)
+    costs.read_seconds = 0.1
+    assert costs.pays_to_read(1, 1, [200], 64), "of four drafts all may be kept"
+    costs.after(rounds(4, given=0.001), times=200)
+    assert not costs.pays_to_read(1, 1, [1], 64)
+
+
 def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() -> None:
     """A token takes a second alone and half of one drafted, and each pass before that a quarter."""
     learnt = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4])
@@ -215,13 +235,13 @@ def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() ->
 def test_a_prompt_is_read_where_drafts_save_as_much() -> None:
     """When 2 rows are decoded, and of the best K 2.3125 tokens are hoped for in 1.5 seconds."""
     costs = Learnt(1.0, 1.5, 2.0)
-    costs.read_seconds = 0.1
+    costs.read_seconds, costs.kept_of_hoped = 0.1, 1.0
     saved = 64 * (1 - 1.5 / 2.3125) / 2
     assert [costs.pays_to_read(1, 2, [round(saved * one)], 64) for one in (9, 11)] == [True, False]
     assert not costs.pays_to_read(1, 2, [round(saved * 5)] * 2, 60)
     assert costs.pays_to_read(9, 9, [200], 64), "nobody knows"
     slower = Learnt(1.0, 3.5, 9.0)
-    slower.read_seconds = 0.1
+    slower.read_seconds, slower.kept_of_hoped = 0.1, 1.0
     slower.after(rounds(0, 0), 2 * 1.9, times=60)  # as those that draft would be, too
     assert not slower.pays_to_read(1, 1, [10], 64)
     costs.after(rounds(4, given=0.0), times=200)

@@ -39,7 +39,7 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
             for one in models
         ]
         # The compiler takes longest here: with the fewest widths that a lookup chooses from.
-        given = {"context": 4096, "num_speculative_tokens": 2}
+        given = {"context": 4096, "num_speculative_tokens": 1}
     hlo, capacity = round_hlo(name, models, rows=1, **given)
     return copied(hlo, models, 1, capacity), exchanges(hlo, devices.size)
 

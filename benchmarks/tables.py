@@ -158,7 +158,6 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
     gpu, drafted = _read("h100/lookup"), _read("h100/draft")
     judged = _read("h100/quality_draft")["tasks"]["mbpp"]
     long, short = (judged[f"fly, K = {k}, prompt_lookup_max=3"] for k in (15, 8))
-    llama_cpp = ", ".join(f"{kind} {one:.0f}" for kind, (one, _) in _llama_cpp().items())
     return [
         f"1. **The pair that ships inside**, word problems: FLy (K = 15) is {fly['speed_up']:.1f} "
         f"times as fast as one token at a time, {fly['over_tuned_exact']:.2f} times as fast as "
@@ -167,7 +166,7 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
         "2. **A real model, its own text** (Qwen2.5-Coder-1.5B-Instruct, exact, by the lookup): "
         f"{on_code['speed_up']:.1f} times as fast on HumanEval as one token at a time "
         f"({on_code['tokens_per_second']:.0f} and {plain['tokens_per_second']:.0f} tokens/s; "
-        f"llama.cpp {llama_cpp}; {drafted_code:.1f} times with a 0.5B draft) and "
+        f"{drafted_code:.1f} times with a 0.5B draft) and "
         f"{_fastest(spec, 'exact')['speed_up']:.2f} times on Spec-Bench "
         f"({drafted_spec:.2f} with the 0.5B), "
         f"on 2 CPU cores in int8; {_fastest(gpu, 'exact')['speed_up']:.2f} times over "
@@ -250,7 +249,8 @@ def _real_pair() -> list[str]:
         f"{kind} {rate:.1f} tokens/s (first token after {first:.1f} s)"
         for kind, (rate, first) in _llama_cpp().items()
     )
-    beside = f"llama.cpp's server, on the prompts of HumanEval: {llama_cpp}."
+    when = _read(f"qwen/{next(iter(_LLAMA_CPP))}")["machine"]["date"]
+    beside = f"llama.cpp's server, on the prompts of HumanEval, {when}: {llama_cpp}."
     return [*_measured(_REAL_PAIR), beside, *_quality()]
 
 

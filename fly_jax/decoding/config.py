@@ -33,7 +33,7 @@ Depth = int | Literal["auto"]
 
 # K = auto chooses from these: 0 where drafting does not pay, and few others, since each is a width
 # of the target's pass in every program of rounds. With the last token a block fills whole steps of
-# products (see `models/llama.py`).
+# products, or half of one (see `models/llama.py`).
 AUTO_DEPTHS = (0, 1, 3, 7, 15)
 # The config of the pair that ships with the package.
 _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"

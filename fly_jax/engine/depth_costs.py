@@ -95,7 +95,9 @@ class DepthCosts:
         self._pass_seconds[program] = 0.0
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
-            at = int(np.flatnonzero(self._num_passes)[0])
+            # A first pass is wider than those after it, which are most of a long draft.
+            most = min(2, self._num_passes.max())
+            at = int(np.flatnonzero(self._num_passes >= most)[0])
             each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
             self._pass_seconds[program] = each
             self._seconds[program] = np.maximum(found - each * self._num_passes, found[0])
@@ -116,7 +118,8 @@ class DepthCosts:
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         num_passes = dict.fromkeys(self.depths, 0.0)
         assert attended is not None
-        first = (_UNTIMED, next(depth for depth in self.depths if depth))
+        # One draft token alone would not bring in what lies below a draft model.
+        first = (_UNTIMED, next((depth for depth in self.depths if depth > 1), self.depths[-1]))
         for turn, depth in (first, *itertools.product(range(_TIMINGS), self.depths)):
             # One that would not pay if all of its drafts were kept need not be known so well.
             hopeless = depth and found[depth] > (1 + depth) * min(found.values())
@@ -194,7 +197,7 @@ class DepthCosts:
         each = timed / (num_live * (1 + kept))
         pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
         if not pays:
-            self.kept_of_hoped += _FADING * (1 - self.kept_of_hoped)
+            self.kept_of_hoped += _FADING * max(1 - self.kept_of_hoped, 0)
         return bool(pays)
 
     def _with_draft(self, program: Program, seconds: np.ndarray) -> np.ndarray:
@@ -224,9 +227,9 @@ class DepthCosts:
             self._passes_run += _WEIGHT * (num_passes / usual - self._passes_run)
         is_one = num_passes <= usual and len(drafted) == len(rounds) and last == self.current
         if seconds is not None and is_one:
-            before = self._seconds[program][at]
-            now = seconds / len(rounds) - self._pass_seconds[program] * num_passes
-            self._seconds[program][at] += _WEIGHT * (min(now, _MOST * before) - before)
+            before, drafting = self._seconds[program][at], self._pass_seconds[program] * num_passes
+            now = min(seconds / len(rounds), _MOST * (before + drafting)) - drafting
+            self._seconds[program][at] = max(before + _WEIGHT * (now - before), 0)
 
 
 def rounds_run(output: RoundOutput) -> list[Round]:

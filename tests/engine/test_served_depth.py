@@ -212,8 +212,17 @@ def test_a_round_of_one_pass_says_nothing_of_the_level_below() -> None:
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
 
 
+def test_rounds_that_take_less_than_their_drafts_were_timed_stay_positive() -> None:
+    costs = Learnt(1.0, 5.0, 9.0, num_passes=[0, 1, 2])
+    seconds, *_ = costs.after([Round(4, 1, 1.0, num_passes=2)], 2.0, times=100)
+    np.testing.assert_allclose(seconds, [1.0, 5.0, 0.95 * 8.0])
+
+
 def test_a_prompt_is_read_until_drafts_are_known_not_to_pay() -> None:
     costs = Learnt(1.0, 2.0, 3.0)
+    costs.read_seconds = 0.2
+    for _ in range(200):
+        assert not costs.pays_to_read(1, 1, [200], 64)
     costs.read_seconds = 0.1
     assert costs.pays_to_read(1, 1, [200], 64), "of four drafts all may be kept"
     costs.after(rounds(4, given=0.001), times=200)

@@ -148,7 +148,10 @@ def of_chosen_integers(
     """Multiplies as `of_integers` by one of several matrices, which is not copied."""
     tokens = x.shape[0] * x.shape[1]
     rows = quantize(x.reshape(tokens, -1).astype(jnp.float32), jnp.int8, channelwise_axes=[0])
-    blocks = _joined_outputs(tokens, rows.shape[1], scales[0].size)
+    # Four tokens are multiplied at a time, and long rows are read up to twice as fast as short:
+    # columns of padding have tokens again, each for another output of a row, with zeros beside it.
+    blocks = 1 if rows.shape[1] >= _LONG_ROW else max(4 // tokens, 1)
+    blocks = 1 if scales[0].size % blocks else blocks
     integers = jnp.pad(rows.qvalue, ((0, -tokens % (4 // blocks)), (0, 0)))
     if blocks > 1:
         own = np.eye(blocks, dtype=bool)[:, None, :, None]
@@ -161,27 +164,14 @@ def of_chosen_integers(
         both = (((1,), (1,)), ((), ()))
         sums = jax.lax.dot_general(first, second, both, preferred_element_type=jnp.int32)
         if is_wide:
-            outputs = sums[:tokens] * scale * rows.scale
-        else:
-            sums = sums.reshape(len(scale), -1)[:, :tokens]
-            outputs = sums * scale[:, None] * rows.scale.T
-        return jax.lax.optimization_barrier(outputs)
+            return jax.lax.optimization_barrier(sums[:tokens] * scale * rows.scale)
+        sums = sums.reshape(len(scale), -1)[:, :tokens]
+        return jax.lax.optimization_barrier(sums * scale[:, None] * rows.scale.T)
 
     each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
     outputs = jax.lax.switch(chosen, each)
     outputs = outputs if is_wide else outputs.T
     return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
-
-
-def _joined_outputs(tokens: int, inputs: int, outputs: int) -> int:
-    """The outputs whose inputs make one row of a matrix in front of one or two tokens.
-
-    XLA's CPU compiler multiplies four tokens at a time, and reads long rows up to twice as fast as
-    short ones. So columns that would be padding have the tokens again, each for another of the
-    outputs of a row, with zeros beside them.
-    """
-    blocks = max(4 // tokens, 1)
-    return blocks if inputs < _LONG_ROW and outputs % blocks == 0 else 1
 
 
 Product = Callable[[str, Array, str], Array]

@@ -29,8 +29,8 @@ _FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
-# takes so many seconds is timed twice. What runs before them, untimed, brings weights into memory.
-_TIMINGS, _LONG = 3, 0.5
+# takes so many seconds is timed once. What runs before them, untimed, brings weights into memory.
+_TIMINGS, _LONG = 3, 0.15
 _UNTIMED = -1
 
 Program = tuple[int, int]
@@ -123,7 +123,7 @@ class DepthCosts:
         for turn, depth in (first, *itertools.product(range(_TIMINGS), self.depths)):
             # One that would not pay if all of its drafts were kept need not be known so well.
             hopeless = depth and found[depth] > (1 + depth) * min(found.values())
-            if turn > 0 and (hopeless or (turn > 1 and found[depth] > _LONG)):
+            if turn > 0 and (hopeless or found[depth] > _LONG):
                 continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])
@@ -148,16 +148,17 @@ class DepthCosts:
     def measure_reading(
         self, programs: Programs, rows: DecodeState, size: int, attended: int
     ) -> None:
-        """Times a chunk of the prompts of `rows`, which are donated, with a draft model or not."""
+        """Times a chunk of the prompts of `rows`, which are donated, with a draft model or not.
+
+        Rounds have run before, and brought the weights into memory.
+        """
         seconds, tokens = {True: math.inf, False: math.inf}, len(rows.length) * size
-        for turn, drafts in ((_UNTIMED, True), *itertools.product(range(_TIMINGS), seconds)):
+        for turn, drafts in itertools.product(range(_TIMINGS), seconds):
             if turn > 0 and seconds[drafts] > _LONG:
                 continue
             rows, begin = jax.block_until_ready(rows), time.perf_counter()
             rows = programs.prefill_chunk(rows, size, 0, attended, drafts=drafts)
             jax.block_until_ready(rows)
-            if turn == _UNTIMED:
-                continue
             seconds[drafts] = min(seconds[drafts], time.perf_counter() - begin)
         self.read_seconds = max(seconds[True] - seconds[False], 0.0) / tokens
 

@@ -459,13 +459,13 @@ class Engine:
         at_a_time = 1 if programs.spans_processes else min(os.cpu_count() or 1, _MOST_COMPILED)
         for done in compiled(jobs, at_a_time):
             on_progress(done, len(jobs))
+        if self.costs is not None and rounds:
+            places = sorted({(attended, number) for _, attended, number in rounds})
+            state = self._time_depths(state, inputs[kinds[0]], places)
         if self.costs is not None and new_chunks and cast(Drafter, self.drafter).rests:
             number, size, attended = max(new_chunks, key=lambda chunk: chunk[1])
             rows = self._prefill.rows([], number)
             self.costs.measure_reading(programs, rows, size, attended)
-        if self.costs is not None and rounds:
-            places = sorted({(attended, number) for _, attended, number in rounds})
-            state = self._time_depths(state, inputs[kinds[0]], places)
         self._state = jax.block_until_ready(state.without_stats())
         self._compiled |= {*new_chunks, *rounds}
 

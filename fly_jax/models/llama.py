@@ -138,6 +138,7 @@ def of_integers(
     return of_chosen_integers(x, [matrix], [scale], jnp.int32(0), dtype)
 
 
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
 def of_chosen_integers(
     x: Float[Array, "rows time *in"],
     matrices: Sequence[Int8[Array, "*out_in"]],
@@ -158,18 +159,19 @@ def of_chosen_integers(
         integers = jnp.where(own, integers[:, None], jnp.int8(0)).reshape(4, -1)
     is_wide = tokens > _FEW_INTEGERS
 
-    def of(matrix: Array, scale: Array) -> Array:
+    @jax.jit  # traced once, not for each matrix
+    def of(matrix: Array, scale: Array, integers: Array, of_tokens: Array) -> Array:
         columns, scale = matrix.reshape(-1, integers.shape[1]), scale.reshape(-1)
         first, second = (integers, columns) if is_wide else (columns, integers)
         both = (((1,), (1,)), ((), ()))
         sums = jax.lax.dot_general(first, second, both, preferred_element_type=jnp.int32)
         if is_wide:
-            return jax.lax.optimization_barrier(sums[:tokens] * scale * rows.scale)
+            return jax.lax.optimization_barrier(sums[:tokens] * scale * of_tokens)
         sums = sums.reshape(len(scale), -1)[:, :tokens]
-        return jax.lax.optimization_barrier(sums * scale[:, None] * rows.scale.T)
+        return jax.lax.optimization_barrier(sums * scale[:, None] * of_tokens.T)
 
     each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
-    outputs = jax.lax.switch(chosen, each)
+    outputs = jax.lax.switch(chosen, each, integers, rows.scale)
     outputs = outputs if is_wide else outputs.T
     return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
 

@@ -135,8 +135,8 @@ def test_a_lookup_finds_something_where_its_rounds_are_measured(monkeypatch: Pat
 
 
 def test_what_brings_weights_into_memory_is_not_timed(monkeypatch: Patch) -> None:
-    """The first pass of a kind takes long; a depth that seemed hopeless for that never ran."""
-    now, begun, learnt = [0.0], set[object](), list[list[float]]()
+    """A draft's first pass takes long; a depth that seemed hopeless for that never ran."""
+    now, begun, learnt = [0.0], set[bool](), list[list[float]]()
 
     def slow_at_first(name: str) -> None:
         run = getattr(Programs, name)
@@ -146,8 +146,8 @@ def test_what_brings_weights_into_memory_is_not_timed(monkeypatch: Patch) -> Non
                 drafts = how.get("drafts", False)
                 if name == "run":
                     drafts = bool(np.isinf(given[0].stats.costs[0, 0]))
-                now[0] += 1.0 if (name, drafts) in begun or not drafts else 100.0
-                begun.add((name, drafts))
+                now[0] += 1.0 if drafts in begun or not drafts else 100.0
+                begun.add(drafts)
             return run(self, *given, **how)
 
         monkeypatch.setattr(Programs, name, running)

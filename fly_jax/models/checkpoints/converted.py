@@ -16,7 +16,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import (
@@ -79,6 +78,8 @@ def group_folder(folder: Path, group: Group) -> Path:
 
 def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
     """Writes a group, which appears when it is whole; FlyJaxError for a full disk."""
+    from orbax.checkpoint import v1 as ocp  # in half a second
+
     context = ocp.Context()
     context.array_options.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.array_options.saving.use_compression = False  # weights hardly shrink
@@ -130,6 +131,8 @@ class ConvertedSource:
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """Reads the group's arrays, each to where it stays."""
+        from orbax.checkpoint import v1 as ocp
+
         own = group_folder(self._folder, group)
         abstract = {
             name: jax.ShapeDtypeStruct(

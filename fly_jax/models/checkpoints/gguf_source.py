@@ -29,6 +29,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
+from fly_jax.models.checkpoints.source import Source
 from fly_jax.models.rope_scaling import RopeScaling
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
@@ -285,6 +286,14 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
             f"The tokenizer in {file.path} is damaged ({' '.join(str(error).split())}); download "
             "the file again."
         ) from error
+
+
+def have_one_tokenizer(one: Source, other: Source) -> bool:
+    """Tells whether two GGUF files have the same tokenizer, which takes a second to make."""
+    if not (isinstance(one, GgufSource) and isinstance(other, GgufSource)):
+        return False
+    keys = {key for key in (*one.file.values, *other.file.values) if key.startswith("tokenizer.")}
+    return all(one.file.value(key) == other.file.value(key) for key in keys)
 
 
 def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:

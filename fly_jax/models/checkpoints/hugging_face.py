@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
-from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import (
@@ -221,6 +220,8 @@ class HuggingFaceSource:
                     _STORED[stored.dtype],
                     sharding=row_sharding(layout, specs[name], *stored.shape[:1]),
                 )
+        from orbax.checkpoint import v1 as ocp  # in half a second
+
         context = ocp.Context()
         context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
         context.memory_options.read_concurrent_bytes = READ_BUFFER_BYTES

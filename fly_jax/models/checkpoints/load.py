@@ -41,7 +41,7 @@ from fly_jax.models.architectures import (
 )
 from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
 from fly_jax.models.checkpoints.gguf_file import open_gguf
-from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer
+from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, have_one_tokenizer
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     arranged,
@@ -110,7 +110,9 @@ def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
                 "and the model that it was trained for as --target."
             )
         return Checkpoint(path, source, target.tokenizer)
-    if isinstance(source, GgufSource):
+    if target is not None and have_one_tokenizer(source, target.source):
+        tokenizer = target.tokenizer
+    elif isinstance(source, GgufSource):
         tokenizer = gguf_tokenizer(source.file, source.config.eos_token_ids)
     else:
         tokenizer = load_tokenizer(path, source.config)

@@ -6,6 +6,7 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,17 @@ _QUALITY = {
     "h100/quality_gsm8k": "the 0.5B",
     "h100/quality_lookup": "the lookup alone",
 }
-_LLAMA_CPP = {"llama_cpp_q8": "Q8_0", "llama_cpp_q4": "Q4_K_M"}
+# Servers that one client asked, by the beginning of the files of bench serve.
+_SERVERS = {
+    "q8": "llama.cpp, Q8_0",
+    "q8_lookup": "llama.cpp, Q8_0, its own lookup of 10 tokens",
+    "q4": "llama.cpp, Q4_K_M",
+    "q4_lookup": "llama.cpp, Q4_K_M, its own lookup of 10 tokens",
+    "plain": "fly_jax, int8, one token at a time",
+    "lookup": "fly_jax, int8, exact by the lookup, K = `auto`",
+    "margin_lookup": "fly_jax, int8, margin by the lookup, K = `auto`",
+    "margin_draft": "fly_jax, int8, margin by the 0.5B above the lookup, K = `auto`",
+}
 BEGIN, END = "<!-- results: python benchmarks/tables.py -->\n", "<!-- end of results -->"
 
 
@@ -244,14 +255,39 @@ def _measured(files: dict[str, str]) -> list[str]:
 
 
 def _real_pair() -> list[str]:
-    """What bench measured, and what llama.cpp's server gives on the same code."""
-    llama_cpp = ", ".join(
-        f"{kind} {rate:.1f} tokens/s (first token after {first:.1f} s)"
-        for kind, (rate, first) in _llama_cpp().items()
-    )
-    when = _read(f"qwen/{next(iter(_LLAMA_CPP))}")["machine"]["date"]
-    beside = f"llama.cpp's server, on the prompts of HumanEval, {when}: {llama_cpp}."
-    return [*_measured(_REAL_PAIR), beside, *_quality()]
+    """What bench measured, and what servers give on the same code."""
+    return [*_measured(_REAL_PAIR), *_beside_llama_cpp(), *_quality()]
+
+
+def _beside_llama_cpp() -> list[str]:
+    """A row for each server, over its turns."""
+    folder = machine.RESULTS / "qwen" / "llama_cpp"
+    of_each = {
+        server: [json.loads(path.read_text()) for path in _turns(folder, server)]
+        for server in _SERVERS
+    }
+    first, *_ = of_each["plain"]
+    lines = [
+        f"**Beside llama.cpp's server**, HumanEval, {first['measured'][0]['requests']} prompts of "
+        f"one client, greedy, up to 128 new tokens ({_where(first | {'dtype': 'two threads'})};"
+        " [files](../benchmarks/results/qwen/llama_cpp)):",
+        "",
+        "| server | turns | tokens/s behind the first | tokens/s with the prompt | first token |",
+        "|---|---|---|---|---|",
+    ]
+    for server, turns in of_each.items():
+        names = ("mean_tpot_ms", "output_throughput", "mean_ttft_ms")
+        means = (statistics.fmean(one["measured"][0][name] for one in turns) for name in names)
+        pace, whole, wait = means
+        lines.append(
+            f"| {_SERVERS[server]} | {len(turns)} | {1000 / pace:.1f} | {whole:.1f} "
+            f"| {wait / 1000:.1f} s |"
+        )
+    return lines
+
+
+def _turns(folder: Path, server: str) -> list[Path]:
+    return sorted(one for one in folder.glob("*.json") if one.stem.rstrip("_123") == server)
 
 
 def _quality() -> list[str]:
@@ -282,15 +318,6 @@ def _quality() -> list[str]:
 
 def _kept(one: dict[str, Any]) -> str:
     return f"{one['retention']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
-
-
-def _llama_cpp() -> dict[str, tuple[float, float]]:
-    """Its tokens/s behind the first token, and the seconds to that, by the type of its weights."""
-    found = {kind: _read(f"qwen/{name}")["measured"][0] for name, kind in _LLAMA_CPP.items()}
-    return {
-        kind: (1000 / one["mean_tpot_ms"], one["mean_ttft_ms"] / 1000)
-        for kind, one in found.items()
-    }
 
 
 def _fastest(found: dict[str, Any], rule: str) -> dict[str, Any]:

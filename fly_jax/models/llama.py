@@ -77,9 +77,11 @@ def turns_layers(config: LlamaConfig, dtype: DTypeLike, *, has_integers: bool) -
     return has_integers or numbers * jnp.dtype(dtype).itemsize > _CACHED_BYTES
 
 
-def is_grouped(matrix: Array, scale: Array | None) -> bool:
+def is_grouped(matrix: Any, scale: Any) -> bool:
     """Tells whether groups of a matrix's inputs have scales of their own, not its outputs alone."""
-    return scale is not None and scale.ndim == matrix.ndim
+    # Of an unstacked model each is a tuple of one array per layer.
+    one, other = (found[0] if isinstance(found, tuple) else found for found in (matrix, scale))
+    return other is not None and other.ndim == one.ndim
 
 
 def product(equation: str, x: Array, matrix: Array, scale: Array | None, multiply: Matmul) -> Array:
@@ -162,9 +164,9 @@ def of_chosen_integers(
     @jax.jit  # traced once, not for each matrix
     def of(matrix: Array, scale: Array, integers: Array, of_tokens: Array) -> Array:
         columns, scale = matrix.reshape(-1, integers.shape[1]), scale.reshape(-1)
-        first, second = (integers, columns) if is_wide else (columns, integers)
-        both = (((1,), (1,)), ((), ()))
-        sums = jax.lax.dot_general(first, second, both, preferred_element_type=jnp.int32)
+        both = (integers, columns) if is_wide else (columns, integers)
+        inputs = (((1,), (1,)), ((), ()))
+        sums = jax.lax.dot_general(*both, inputs, preferred_element_type=jnp.int32)
         if is_wide:
             return jax.lax.optimization_barrier(sums[:tokens] * scale * of_tokens)
         sums = sums.reshape(len(scale), -1)[:, :tokens]
@@ -272,8 +274,7 @@ class Llama(nnx.Module):
         self, tokens: Tokens, cache: KVCache, layers: Sequence[int] = ()
     ) -> tuple[Hidden, NewEntries, Inputs]:
         """Runs as `hidden`; adds the inputs of `layers` side by side, or the hidden states."""
-        # Every input is constrained: otherwise the compiler would carry over the rows of another
-        # model's cache, and gather whole caches to undo it.
+        # Else the compiler would carry over the rows of another model's cache, and gather caches.
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -387,8 +388,7 @@ class Llama(nnx.Module):
         """Tells whether activations are rounded to int8: another last bit, another integer."""
         if not (self.is_unstacked and self.has_integers):
             return False
-        weights = self._layer_weights()
-        return not is_grouped(weights["query"][0], weights[scale_name("query")][0])
+        return not is_grouped(*map(self._layer_weights().get, ("query", scale_name("query"))))
 
     def unstacked(self) -> Llama:
         """A model with the same weights, as programs on a CPU take it best if its layers are few.
@@ -451,7 +451,7 @@ class Llama(nnx.Module):
             return None
         spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()
         scales = weights.get(scale_name(name))
-        if not spec.inputs or (scales is not None and is_grouped(weights[name][0], scales[0])):
+        if not spec.inputs or is_grouped(weights[name], scales):
             return None
         axes = spec.axes[1:]
         return tuple(sorted(range(len(axes)), key=lambda index: axes[index] in spec.inputs))

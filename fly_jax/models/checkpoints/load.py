@@ -293,11 +293,12 @@ def _empty_stacks(
 ) -> dict[str, Array]:
     specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
-    sizes = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
-    make = jax.jit(
-        lambda: {name: jnp.zeros(*size) for name, size in sizes.items()}, out_shardings=shardings
-    )
-    return make()
+    sizes = tuple((name, specs[name].shape, part.dtype) for name, part in sorted(parts.items()))
+    return jax.jit(_zeros, static_argnames="sizes", out_shardings=shardings)(sizes=sizes)
+
+
+def _zeros(sizes: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...]) -> dict[str, Array]:
+    return {name: jnp.zeros(shape, dtype) for name, shape, dtype in sizes}
 
 
 @functools.partial(jax.jit, donate_argnames=("stacks",))

@@ -40,14 +40,14 @@ _QUALITY = {
 }
 # Servers that one client asked, by the beginning of the files of bench serve.
 _SERVERS = {
-    "q8": "llama.cpp, Q8_0",
+    "q8": "llama.cpp, Q8_0 (made of the Q4_K_M)",
     "q8_lookup": "llama.cpp, Q8_0, its own lookup of 10 tokens",
     "q4": "llama.cpp, Q4_K_M",
     "q4_lookup": "llama.cpp, Q4_K_M, its own lookup of 10 tokens",
     "plain": "fly_jax, int8, one token at a time",
     "lookup": "fly_jax, int8, exact by the lookup, K = `auto`",
-    "margin_lookup": "fly_jax, int8, margin by the lookup, K = `auto`",
-    "margin_draft": "fly_jax, int8, margin by the 0.5B above the lookup, K = `auto`",
+    "margin_lookup": "fly_jax, int8, margin by the lookup, K = 15",
+    "margin_draft": "fly_jax, int8, margin by the 0.5B above the lookup, K = 15",
 }
 BEGIN, END = "<!-- results: python benchmarks/tables.py -->\n", "<!-- end of results -->"
 
@@ -266,11 +266,12 @@ def _beside_llama_cpp() -> list[str]:
         server: [json.loads(path.read_text()) for path in _turns(folder, server)]
         for server in _SERVERS
     }
-    first, *_ = of_each["plain"]
+    first, about = of_each["plain"][0], of_each["plain"][0]["machine"]
     lines = [
         f"**Beside llama.cpp's server**, HumanEval, {first['measured'][0]['requests']} prompts of "
-        f"one client, greedy, up to 128 new tokens ({_where(first | {'dtype': 'two threads'})};"
-        " [files](../benchmarks/results/qwen/llama_cpp)):",
+        f"one client, greedy, up to 128 new tokens, means over requests ({about['cpu']}, "
+        f"{about['cpu_cores']} cores, {about['date']}; "
+        "[files](../benchmarks/results/qwen/llama_cpp)):",
         "",
         "| server | turns | tokens/s behind the first | tokens/s with the prompt | first token |",
         "|---|---|---|---|---|",
@@ -287,7 +288,7 @@ def _beside_llama_cpp() -> list[str]:
 
 
 def _turns(folder: Path, server: str) -> list[Path]:
-    return sorted(one for one in folder.glob("*.json") if one.stem.rstrip("_123") == server)
+    return [*folder.glob(f"{server}.json"), *sorted(folder.glob(f"{server}_[0-9].json"))]
 
 
 def _quality() -> list[str]:

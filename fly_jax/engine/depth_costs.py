@@ -29,7 +29,7 @@ _FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
-# takes so many seconds is timed once. What runs before them, untimed, brings weights into memory.
+# takes so many seconds is timed twice. What runs before them, untimed, brings weights into memory.
 _TIMINGS, _LONG = 3, 0.15
 _UNTIMED = -1
 
@@ -96,8 +96,8 @@ class DepthCosts:
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
             # A first pass is wider than those after it, which are most of a long draft.
-            most = min(2, self._num_passes.max())
-            at = int(np.flatnonzero(self._num_passes >= most)[0])
+            enough = min(2, self._num_passes.max())
+            at = int(np.flatnonzero(self._num_passes >= enough)[0])
             each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
             self._pass_seconds[program] = each
             self._seconds[program] = np.maximum(found - each * self._num_passes, found[0])
@@ -123,7 +123,7 @@ class DepthCosts:
         for turn, depth in (first, *itertools.product(range(_TIMINGS), self.depths)):
             # One that would not pay if all of its drafts were kept need not be known so well.
             hopeless = depth and found[depth] > (1 + depth) * min(found.values())
-            if turn > 0 and (hopeless or found[depth] > _LONG):
+            if turn > 0 and (hopeless or (turn > 1 and found[depth] > _LONG)):
                 continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])
@@ -150,11 +150,11 @@ class DepthCosts:
     ) -> None:
         """Times a chunk of the prompts of `rows`, which are donated, with a draft model or not.
 
-        Rounds have run before, and brought the weights into memory.
+        Rounds have run before, and brought the weights into memory; a first run is never all.
         """
         seconds, tokens = {True: math.inf, False: math.inf}, len(rows.length) * size
         for turn, drafts in itertools.product(range(_TIMINGS), seconds):
-            if turn > 0 and seconds[drafts] > _LONG:
+            if turn > 1 and seconds[drafts] > _LONG:
                 continue
             rows, begin = jax.block_until_ready(rows), time.perf_counter()
             rows = programs.prefill_chunk(rows, size, 0, attended, drafts=drafts)

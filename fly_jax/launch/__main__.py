@@ -105,10 +105,10 @@ def _run_command(arguments: list[str]) -> None:
 
 def run() -> NoReturn:
     """Runs the console script."""
-    # Tracing makes many objects and little garbage: Python would look for it a fifth of the time.
+    # Tracing makes many objects and little garbage: Python would look for it most of a second.
     gc.set_threshold(100_000, 20, 50)
     status = main(sys.argv[1:])
-    gc.freeze()  # nor for half a second at the end of the process
+    gc.freeze()  # nor as long at the end of the process
     if status == _EXIT_INTERRUPTED:
         # XLA's threads go on, and would crash in an interpreter that is being taken down.
         with contextlib.suppress(OSError, ValueError):

@@ -121,9 +121,10 @@ class DepthCosts:
         # One draft token alone would not bring in what lies below a draft model.
         first = (_UNTIMED, next((depth for depth in self.depths if depth > 1), self.depths[-1]))
         for turn, depth in (first, *itertools.product(range(_TIMINGS), self.depths)):
-            # One that would not pay if all of its drafts were kept need not be known so well.
+            # One that would not pay if all of its drafts were kept need not be known so well; but a
+            # first run says little: that of one draft token has taken three times as long.
             hopeless = depth and found[depth] > (1 + depth) * min(found.values())
-            if turn > 0 and (hopeless or (turn > 1 and found[depth] > _LONG)):
+            if turn > 1 and (hopeless or found[depth] > _LONG):
                 continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])

@@ -134,20 +134,18 @@ def test_a_lookup_finds_something_where_its_rounds_are_measured(monkeypatch: Pat
     assert {one.depth: one.is_drafted for one in measured} == {0: False, 2: True, 5: True}
 
 
-def test_what_brings_weights_into_memory_is_not_timed(monkeypatch: Patch) -> None:
-    """A draft's first pass takes long; a depth that seemed hopeless for that never ran."""
-    now, begun, learnt = [0.0], set[bool](), list[list[float]]()
+def test_a_first_run_is_not_what_counts(monkeypatch: Patch) -> None:
+    """It takes long, for each depth; one that seemed hopeless for that would never run."""
+    now, begun, learnt = [0.0], set[tuple[str, int]](), list[list[float]]()
 
     def slow_at_first(name: str) -> None:
         run = getattr(Programs, name)
 
         def running(self: Programs, *given: Any, **how: Any) -> Any:
             if not self._traces:
-                drafts = how.get("drafts", False)
-                if name == "run":
-                    drafts = bool(np.isinf(given[0].stats.costs[0, 0]))
-                now[0] += 1.0 if drafts in begun or not drafts else 100.0
-                begun.add(drafts)
+                kind = how["drafts"] if name != "run" else np.argmin(given[0].stats.costs[0])
+                now[0] += 1.0 if (name, int(kind)) in begun else 100.0
+                begun.add((name, int(kind)))
             return run(self, *given, **how)
 
         monkeypatch.setattr(Programs, name, running)

@@ -16,6 +16,7 @@ Text: TypeAlias = Int[Array, "rows capacity"]
 Tokens: TypeAlias = Int[Array, "rows time"]
 DraftTokens: TypeAlias = Int[Array, "rows draft"]
 DraftFlags: TypeAlias = Bool[Array, "rows draft"]
+DraftFloats: TypeAlias = Float32[Array, "rows draft"]
 # Results of a pass: last states, inputs of some layers side by side, the scores of all tokens.
 Hidden: TypeAlias = Float[Array, "rows time embed"]
 Features: TypeAlias = Float[Array, "rows time features"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
-from fly_jax.shapes import DraftFlags, Index, RowFlags, RowFloats, RowInts
+from fly_jax.shapes import DraftFlags, DraftFloats, Index, RowFlags, RowFloats, RowInts
 from fly_jax.verification.data import Count, column
 from fly_jax.verification.rules import Verdict, Why
 
@@ -96,13 +96,18 @@ def strict_rate(stats: AcceptanceStats) -> RowFloats:
     return (stats.matched + _LASTING_TOKENS * HOPED_STRICT_RATE) / (total + _LASTING_TOKENS)
 
 
-def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> RowFloats:
+def expected_tokens(
+    stats: AcceptanceStats, depth: int, strict_tail: Count, rates: DraftFloats | None = None
+) -> RowFloats:
     """The tokens that a round of K = `depth` is expected to settle, the target's own included.
 
     Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
     equation 1), with one rate where a mismatch may be rescued and a lower one in the block's last
     `strict_tail` positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
+    With `rates`, of each draft token, those count instead.
     """
+    if rates is not None:
+        return 1 + jnp.sum(jnp.cumprod(rates[:, :depth], axis=1), axis=1)
     kept = stats.matched + stats.rescued
     loose = kept + _LASTING_TOKENS * _HOPED_LOOSE_RATE
     loose /= kept + stats.refused + _LASTING_TOKENS
@@ -119,17 +124,20 @@ def choose_depth(
     strict_tail: Count,
     left: RowInts,
     num_behind: Index,
+    rates: DraftFloats | None = None,
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
     """Index of the depth that promises most tokens a second, and draft tokens expected of each.
 
     Args:
       left: tokens that each row may still get, which a round never exceeds.
       num_behind: passes that a draft model needs before it drafts; they count for all these tokens.
+      rates: of the tokens that are drafted already, 0 where there are none; else `stats` say them.
     """
     seconds, given, behind = stats.costs
-    expected = [jnp.minimum(expected_tokens(stats, k, strict_tail), left) - 1 for k in depths]
+    promised = (expected_tokens(stats, k, strict_tail, rates) for k in depths)
+    expected = [jnp.minimum(one, left) - 1 for one in promised]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
     more = jnp.sum(jnp.where(live, jnp.minimum(left, FORESEEN_TOKENS), 0))
     start = num_behind * behind / jnp.maximum(more, 1)
-    promised = 1 / (seconds / (jnp.sum(live) + given * totals) + start)
-    return jnp.argmax(promised).astype(jnp.int32), totals
+    speed = 1 / (seconds / (jnp.sum(live) + given * totals) + start)
+    return jnp.argmax(speed).astype(jnp.int32), totals

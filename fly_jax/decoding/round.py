@@ -80,8 +80,16 @@ class RoundProgram:
         state = dataclasses.replace(state, keys=keys)
 
         # 1) Propose.
-        depth, expected = self._depth(state, live)
-        draft, drafter_state = self._propose(state, draft_keys, depth)
+        if drafter is not None and drafter.rates_drafts:
+            draft, drafter_state = self._propose(state, draft_keys, None)
+            depth, expected = self._depth(state, live, draft)
+            if depth is not None:
+                draft = dataclasses.replace(
+                    draft, num_drafted=jnp.minimum(draft.num_drafted, depth)
+                )
+        else:
+            depth, expected = self._depth(state, live)
+            draft, drafter_state = self._propose(state, draft_keys, depth)
 
         # 2) Verify: the target's pass, its evidence about the draft, and the rule's verdict.
         seen, new, hidden = self._verify(state, draft, verify_keys)
@@ -126,7 +134,7 @@ class RoundProgram:
         return state, jax.tree.map(lambda leaf: leaf[None], output)
 
     def _depth(
-        self, state: DecodeState, live: RowFlags
+        self, state: DecodeState, live: RowFlags, draft: Draft | None = None
     ) -> tuple[Index, Float[Array, ""]] | tuple[None, None]:
         """The K of this round, where it is chosen, and the draft tokens expected of it."""
         static = self.static
@@ -137,7 +145,11 @@ class RoundProgram:
         if self.drafter is not None:
             num_behind = self.drafter.passes_behind(state.drafter, state.length, live)
         given = static.depths, strict_tail, state.limit - state.length, num_behind
-        chosen, expected = choose_depth(state.stats, live, *given)
+        rates = None
+        if draft is not None and draft.rates is not None:
+            is_real = jnp.arange(draft.rates.shape[1]) < draft.num_drafted[:, None]
+            rates = jnp.where(is_real, draft.rates, 0)
+        chosen, expected = choose_depth(state.stats, live, *given, rates)
         if state.window is not None:  # which only draft tokens can complete
             is_open = jnp.any(state.window.is_open & live)
             chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)

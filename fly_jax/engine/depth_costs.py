@@ -67,10 +67,13 @@ class DepthCosts:
       kept_of_hoped: the draft tokens that rows have kept, of those usually hoped for.
     """
 
-    def __init__(self, depths: Sequence[int], *, adapts: bool = False) -> None:
-        """Begins with nothing known, so that the largest K is taken; see `Drafter.adapts`."""
+    def __init__(
+        self, depths: Sequence[int], *, adapts: bool = False, rates_drafts: bool = False
+    ) -> None:
+        """Begins with nothing known, so that the largest K is taken; see `Drafter`."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self._adapts = adapts
+        self._stays = not rates_drafts  # else each draft has a K of its own
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
@@ -173,7 +176,7 @@ class DepthCosts:
         wide = self.read_seconds * CATCH_UP_AFTER * program[0]
         behind = max(self._pass_seconds[program], wide) * np.sign(self.depths)
         known = self._with_draft(program, known)
-        stays = np.equal(self.depths, self.current)
+        stays = np.equal(self.depths, self.current) & self._stays
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
         # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
         given = np.maximum(self._drafts[0] / self._drafts[1], _LEAST_KEPT)
@@ -213,25 +216,33 @@ class DepthCosts:
         for one in rounds:
             self.num_rounds[one.depth] += 1
             self.current = one.depth
-        if program not in self._seconds or len({one.depth for one in drafted}) != 1:
+        if program not in self._seconds:
+            return
+        for one in drafted:
+            if one.depth:
+                self._count(one)
+        if len({one.depth for one in drafted}) != 1:
             return
         at = self.depths.index(drafted[0].depth)
-        if drafted[0].depth:
-            seen = np.sum([(one.kept, one.expected) for one in drafted], axis=0)
-            self._drafts[:, at] += seen - _FADING * self._drafts[:, at]
-            hoped = self._hoped[at] * sum(one.num_rows for one in drafted)
-            self.kept_of_hoped += _FADING * (seen[0] / hoped - self.kept_of_hoped)
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
         usual = self._num_passes[at] or num_passes
         if self._adapts and usual <= 1:  # which show nothing of what is below
             self._passes_run += _FADING * (_HOPED_PASSES - self._passes_run)
         elif usual and num_passes <= usual:  # others took in what the draft model lacked
             self._passes_run += _WEIGHT * (num_passes / usual - self._passes_run)
-        is_one = num_passes <= usual and len(drafted) == len(rounds) and last == self.current
+        is_one = num_passes <= usual and len(drafted) == len(rounds)
+        is_one &= last == self.current or not self._stays
         if seconds is not None and is_one:
             before, drafting = self._seconds[program][at], self._pass_seconds[program] * num_passes
             now = min(seconds / len(rounds), _MOST * (before + drafting)) - drafting
             self._seconds[program][at] = max(before + _WEIGHT * (now - before), 0)
+
+    def _count(self, one: Round) -> None:
+        """Counts what was kept of a draft, beside what was expected and what is usually hoped."""
+        at = self.depths.index(one.depth)
+        self._drafts[:, at] += (one.kept, one.expected) - _FADING * self._drafts[:, at]
+        share = one.kept / (self._hoped[at] * one.num_rows)
+        self.kept_of_hoped += _FADING * (share - self.kept_of_hoped)
 
 
 def rounds_run(output: RoundOutput) -> list[Round]:

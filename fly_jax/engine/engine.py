@@ -165,7 +165,8 @@ class Engine:
         self.costs = None
         if spec.static.depths:
             adapts = self.drafter is not None and self.drafter.adapts
-            self.costs = DepthCosts(spec.static.depths, adapts=adapts)
+            rated = self.drafter is not None and self.drafter.rates_drafts
+            self.costs = DepthCosts(spec.static.depths, adapts=adapts, rates_drafts=rated)
         self._load_may_change_text = load_may_change_text
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch

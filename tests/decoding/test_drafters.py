@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +22,11 @@ from refusals import assert_refused
 
 from fly_jax import Draft, Drafter, Generation, KVCache, Lookup, Sampling, Terms, Verdict
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import look_up
+from fly_jax.decoding.drafters.lookup import _RATES, look_up
 from fly_jax.decoding.pair import drafter_of
-from fly_jax.decoding.state import DecodeState
+from fly_jax.decoding.state import DecodeState, RoundOutput
 from fly_jax.engine import engine
+from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Budget, Fly
 
@@ -48,16 +51,22 @@ find = jax.jit(look_up, static_argnums=(0, 3))
 tokens = st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)
 
 
-def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
-    """Prompt lookup, from its definition: sizes downwards, then places in order."""
+def looked_up(lookup: Lookup, text: Sequence[int]) -> tuple[list[int], int]:
+    """Prompt lookup, from its definition: sizes downwards, then places in order.
+
+    And how many tokens match there, which may be more than are looked for.
+    """
     for size in range(lookup.max_ngram, lookup.min_ngram - 1, -1):
         if size > len(text):
             continue
         places = range(len(text) - size)
         for place in places if lookup.match == "earliest" else reversed(places):
             if text[place : place + size] == text[-size:]:
-                return list(text[place + size :][: lookup.num_speculative_tokens])
-    return []
+                both = zip(reversed(text[: place + size]), reversed(text), strict=False)
+                matching = sum(1 for _ in itertools.takewhile(lambda pair: len({*pair}) == 1, both))
+                proposed = text[place + size :][: lookup.num_speculative_tokens]
+                return list(proposed), min(matching, max(len(_RATES), lookup.max_ngram))
+    return [], 0
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
@@ -69,11 +78,39 @@ def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
 def test_equals_its_definition(lookup: Lookup, rows: tuple[list[int], ...], stale: int) -> None:
     text, lengths = pairs.padded(rows, CAPACITY)
     text[np.arange(CAPACITY) >= lengths[:, None]] = stale
-    tokens, found = find(lookup, text, lengths, lookup.num_speculative_tokens)
-    tokens, found = np.asarray(tokens), np.asarray(found)
+    given = find(lookup, text, lengths, lookup.num_speculative_tokens)
+    tokens, found, matching = (np.asarray(one) for one in given)
     assert tokens.shape == (ROWS, lookup.num_speculative_tokens)
     for index, row in enumerate(rows):
-        assert tokens[index, : int(found[index])].tolist() == looked_up(lookup, row)
+        proposed = tokens[index, : int(found[index])].tolist()
+        assert (proposed, matching[index]) == looked_up(lookup, row)
+
+
+def test_k_follows_from_the_length_of_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind more tokens that match each one is likelier to be kept, and more are drafted."""
+    depths, seconds, lookup = (0, 1, K), (1.0, 1.2, 1.7), Lookup()
+    costs = np.array([seconds, [1.0] * 3, [0.0] * 3], np.float32)
+    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
+    spec, rounds = pairs.rounds(K, depths=depths, lookup=lookup), list[RoundOutput]()
+    made = pairs.pair_engine(PAIR, spec, rows=1, listener=lambda one, _: rounds.append(one))
+    seen = list[int]()
+    for prompt in ([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], *PROMPTS):
+        rounds.clear()
+        (found,) = made.generate([prompt], LIMIT)
+        text, left = list(prompt), LIMIT
+        for one in rounds:
+            proposed, matching = looked_up(lookup, text)
+            rates = [_RATES[min(matching + at, len(_RATES)) - 1] for at in range(len(proposed))]
+            each = [min(1 + sum(itertools.accumulate(rates[:k], mul)), left) for k in depths]
+            best = int(np.argmax([some / taken for some, taken in zip(each, seconds, strict=True)]))
+            assert one.depth is not None
+            assert one.depth.tolist() == [depths[best]]
+            assert one.num_drafted.tolist() == [[min(depths[best], len(proposed))]]
+            text += one.tokens[0, 0, : one.count[0, 0]].tolist()
+            left -= int(one.count[0, 0])
+            seen.append(depths[best])
+        assert text == [*prompt, *found.token_ids]
+    assert set(seen) == set(depths)
 
 
 def test_what_proposes_nothing_is_refused() -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fly_jax.shapes import (
+    DraftFloats,
     DraftTokens,
     Hidden,
     Index,
@@ -36,12 +37,15 @@ class Draft:
       num_drafted: [rows], tokens of each row, the rest of the K being of no meaning.
       num_passes: [models], passes of each draft model that it took, the first drafter's own first;
         [0] from a drafter without models.
+      rates: [rows, K], the share of such tokens that is kept where all before them are; None from
+        a drafter that cannot tell.
     """
 
     tokens: DraftTokens
     logits: Float[Array, "rows draft vocab"] | None
     num_drafted: RowInts
     num_passes: Int[Array, " models"]
+    rates: DraftFloats | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +94,7 @@ class Drafter(abc.ABC):
       may_fall_short: it may propose fewer tokens than it was asked for.
       rests: its state may lack any part of the text's end, which `propose` then takes in.
       adapts: a row that wants fewer tokens may save a pass.
+      rates_drafts: it costs next to nothing and gives `Draft.rates`: K is chosen behind it.
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
         the same state.
       unseen: tokens at the end of a text, as a round leaves it, that the state does not hold yet.
@@ -105,6 +110,7 @@ class Drafter(abc.ABC):
     may_fall_short: bool = False
     rests: bool = False
     adapts: bool = False
+    rates_drafts: bool = False
     resumes: bool = False
     # A draft model has not seen the last one, nor the one before it where all its draft was kept.
     unseen: int = 2

@@ -16,6 +16,9 @@ from fly_jax.shapes import RowInts, Text
 from fly_jax.verification.data import taken
 
 Match = Literal["earliest", "latest"]
+# The share of tokens behind 1, 2, … matching tokens that the target keeps; the last is for more.
+# Seen with Qwen2.5-Coder-1.5B on prompts of Spec-Bench and HumanEval (docs/performance.md).
+_RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
 
 
 @jax.tree_util.register_static
@@ -55,6 +58,7 @@ class Lookup(Drafter):
             )
 
     may_fall_short = True
+    rates_drafts = True
     resumes = True
     of_proposing = ("max_ngram", "min_ngram", "num_speculative_tokens", "match")
 
@@ -63,28 +67,31 @@ class Lookup(Drafter):
         terms: Terms = PLAIN,
     ) -> tuple[Draft, tuple[()]]:  # fmt: skip
         """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
-        tokens, found = look_up(self, text, length, num_speculative_tokens)
+        tokens, found, matching = look_up(self, text, length, num_speculative_tokens)
         found = jnp.minimum(found, terms.of_each(found, num_speculative_tokens))
-        return Draft(tokens, None, found, jnp.zeros(0, jnp.int32)), state
+        matching = matching[:, None] + jnp.arange(num_speculative_tokens)
+        rates = jnp.asarray(_RATES)[jnp.clip(matching, 1, len(_RATES)) - 1]
+        return Draft(tokens, None, found, jnp.zeros(0, jnp.int32), rates), state
 
 
 def look_up(
     lookup: Lookup, text: Text, length: RowInts, num_speculative_tokens: int
-) -> tuple[Int[Array, "rows num_speculative_tokens"], RowInts]:
+) -> tuple[Int[Array, "rows num_speculative_tokens"], RowInts, RowInts]:
     """Finds each row's own suffix earlier in the row, and what followed it there.
 
     The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's
     multi-level acceleration.
 
     Returns:
-      The proposed tokens, and how many of them are real (0 where nothing matches).
+      The proposed tokens, how many of them are real (0 where nothing matches), and the length of
+      the match, longer n-grams than those that are looked for included.
     """
     capacity = text.shape[1]
     ends = jnp.arange(capacity, dtype=jnp.int32)  # position of a candidate's last token
     # matched[b, e] counts the tokens before and at `e` that equal the row's last ones, in order.
     run = jnp.ones(text.shape, bool)
     matched = jnp.zeros(text.shape, jnp.int32)
-    for back in range(lookup.max_ngram):
+    for back in range(max(lookup.max_ngram, len(_RATES))):
         last = taken(text, jnp.maximum(length - 1 - back, 0))[:, None]
         shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :capacity]
         run &= (shifted == last) & (ends >= back)
@@ -92,9 +99,10 @@ def look_up(
     earlier = ends < length[:, None] - 1
     matched = jnp.where(earlier & (matched >= lookup.min_ngram), matched, 0)
     order = ends if lookup.match == "latest" else capacity - 1 - ends
-    best = jnp.argmax(matched * capacity + jnp.where(matched > 0, order, 0), axis=1)
-    found = taken(matched, best) > 0
+    ngram = jnp.minimum(matched, lookup.max_ngram)
+    best = jnp.argmax(ngram * capacity + jnp.where(ngram > 0, order, 0), axis=1)
+    matching = taken(matched, best)
     follow = best[:, None] + 1 + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
     tokens = taken(text, jnp.minimum(follow, capacity - 1))
     available = jnp.minimum(length - 1 - best, num_speculative_tokens)
-    return tokens, jnp.where(found, available, 0).astype(jnp.int32)
+    return tokens, jnp.where(matching > 0, available, 0).astype(jnp.int32), matching

@@ -19,7 +19,8 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
 # Weight of a new timing against those before it, and the most times that it may exceed them.
 _WEIGHT, _MOST = 0.2, 2.0
-# Kept and expected draft tokens before the first round, and the share of them that a round fades.
+# Kept and expected draft tokens before the first round, and the share of them that a round fades;
+# one of which less than a token is expected fades less.
 _FIRST_TOKENS, _FADING = 32.0, 0.02
 # The least share of them that counts as kept, so that drafting is never given up for good.
 _LEAST_KEPT = 0.5
@@ -176,6 +177,8 @@ class DepthCosts:
         wide = self.read_seconds * CATCH_UP_AFTER * program[0]
         behind = max(self._pass_seconds[program], wide) * np.sign(self.depths)
         known = self._with_draft(program, known)
+        # Fewer draft tokens take no longer, whatever has been timed.
+        known = np.minimum.accumulate(known[::-1])[::-1]
         stays = np.equal(self.depths, self.current) & self._stays
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
         # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
@@ -240,7 +243,8 @@ class DepthCosts:
     def _count(self, one: Round) -> None:
         """Counts what was kept of a draft, beside what was expected and what is usually hoped."""
         at = self.depths.index(one.depth)
-        self._drafts[:, at] += (one.kept, one.expected) - _FADING * self._drafts[:, at]
+        fading = _FADING * min(one.expected, 1.0)
+        self._drafts[:, at] += (one.kept, one.expected) - fading * self._drafts[:, at]
         share = one.kept / (self._hoped[at] * one.num_rows)
         self.kept_of_hoped += _FADING * (share - self.kept_of_hoped)
 

@@ -115,7 +115,7 @@ def test_k_follows_from_the_length_of_the_match(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_proposes_nothing_is_refused() -> None:
     assert_refused("prompt_lookup_min is 0", Lookup, min_ngram=0)
-    assert_refused("n-grams of 5 to 4 tokens", Lookup, min_ngram=5)
+    assert_refused("n-grams of 9 to 8 tokens", Lookup, min_ngram=9)
     assert_refused("prompt_lookup_tokens is 0", Lookup, num_speculative_tokens=0)
     assert_refused("without a draft model or a lookup", pairs.pair_engine, PAIR, ROUND, rows=1)
 

@@ -31,7 +31,7 @@ class Lookup(Drafter):
     """
 
     max_ngram: int = parameter(
-        4,
+        8,
         "longest n-gram that the next tokens are looked up by in the text so far",
         name="prompt_lookup_max", low=1, high=MOST_TOKENS,
     )  # fmt: skip

@@ -23,6 +23,7 @@ _REAL_PAIR = {
     "qwen/code_short": "HumanEval, the 0.5B drafts three tokens",
     "qwen/spec_short": "Spec-Bench, the 0.5B drafts three tokens, or K is chosen",
     "qwen/spec_lookup_auto": "Spec-Bench, the lookup drafts alone, K is chosen",
+    "qwen/spec_lookup_more": "Spec-Bench, every 20th question, the lookup drafts alone",
     "qwen/spec_auto": "Spec-Bench, the 0.5B drafts, K is chosen",
     "qwen/spec_draft": "Spec-Bench, the 0.5B drafts more",
     "qwen/spec_lookup": "Spec-Bench, the lookup drafts alone",

@@ -31,6 +31,8 @@ FORESEEN_TOKENS = 64
 class AcceptanceStats:
     """The counts of a row's draft, and the machine's seconds, from which the next K is chosen.
 
+    Of a draft that has rates of its own those count, and the seconds.
+
     The counts fade from round to round, with a draft or without.
 
     Attributes:

@@ -16,14 +16,16 @@ from fly_jax.decoding.depth import HOPED_STRICT_RATE
 from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.parameters import MOST_TOKENS
 
 # Weight of a new timing against those before it, and the most times that it may exceed them.
 _WEIGHT, _MOST = 0.2, 2.0
 # Kept and expected draft tokens before the first round, and the share of them that a round fades;
 # one of which less than a token is expected fades less.
 _FIRST_TOKENS, _FADING = 32.0, 0.02
-# The least share of them that counts as kept, so that drafting is never given up for good.
-_LEAST_KEPT = 0.5
+# The least share of them that counts as kept, so that drafting is never given up for good; of rated
+# drafts the likeliest go on with less.
+_LEAST_KEPT, _LEAST_RATED_KEPT = 0.5, 0.2
 # Before anything is known: the draft tokens that rows keep, of those usually hoped for, and the
 # share of the draft model's passes that a level below leaves. Else nobody would find out.
 _FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
@@ -42,7 +44,7 @@ class Round(NamedTuple):
 
     If nothing `is_drafted`, since a lookup finds nothing, it is a round of one token at a time.
     `num_passes` are the draft model's: with a lookup below they depend on the text. `num_rows` had
-    something to do.
+    something to do, and the `longest` of their drafts had so many tokens.
     """
 
     depth: int
@@ -51,6 +53,7 @@ class Round(NamedTuple):
     is_drafted: bool = True
     num_passes: int = 0
     num_rows: int = 1
+    longest: int = MOST_TOKENS
 
 
 class DepthCosts:
@@ -74,7 +77,8 @@ class DepthCosts:
         """Begins with nothing known, so that the largest K is taken; see `Drafter`."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self._adapts = adapts
-        self._stays = not rates_drafts  # else each draft has a K of its own
+        self._rated = rates_drafts  # each draft has a K of its own, and none is stayed with
+        self._least_kept = _LEAST_RATED_KEPT if rates_drafts else _LEAST_KEPT
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
@@ -179,10 +183,10 @@ class DepthCosts:
         known = self._with_draft(program, known)
         # Fewer draft tokens take no longer, whatever has been timed.
         known = np.minimum.accumulate(known[::-1])[::-1]
-        stays = np.equal(self.depths, self.current) & self._stays
+        stays = np.equal(self.depths, self.current) & (not self._rated)
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
         # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
-        given = np.maximum(self._drafts[0] / self._drafts[1], _LEAST_KEPT)
+        given = np.maximum(self._drafts[0] / self._drafts[1], self._least_kept)
         return np.stack((seconds, np.minimum.accumulate(given), behind)).astype(np.float32)
 
     def pays_to_read(self, rows: int, num_live: int, lengths: Sequence[int], new: int) -> bool:
@@ -234,17 +238,22 @@ class DepthCosts:
         elif usual and num_passes <= usual:  # others took in what the draft model lacked
             self._passes_run += _WEIGHT * (num_passes / usual - self._passes_run)
         is_one = num_passes <= usual and len(drafted) == len(rounds)
-        is_one &= last == self.current or not self._stays
+        is_one &= last == self.current or self._rated
+        # A shorter draft than was asked for takes a narrower pass.
+        is_one &= at == 0 or all(one.longest > self.depths[at - 1] for one in drafted)
         if seconds is not None and is_one:
             before, drafting = self._seconds[program][at], self._pass_seconds[program] * num_passes
             now = min(seconds / len(rounds), _MOST * (before + drafting)) - drafting
             self._seconds[program][at] = max(before + _WEIGHT * (now - before), 0)
 
     def _count(self, one: Round) -> None:
-        """Counts what was kept of a draft, beside what was expected and what is usually hoped."""
-        at = self.depths.index(one.depth)
-        fading = _FADING * min(one.expected, 1.0)
-        self._drafts[:, at] += (one.kept, one.expected) - fading * self._drafts[:, at]
+        """Counts what was kept of a draft, beside what was expected and what is usually hoped.
+
+        Of rated drafts those of all depths count together: short ones are the unlikely ones.
+        """
+        at, fading = self.depths.index(one.depth), _FADING * min(one.expected, 1.0)
+        drafts = self._drafts if self._rated else self._drafts[:, at : at + 1]
+        drafts += np.array([[one.kept], [one.expected]]) - fading * drafts
         share = one.kept / (self._hoped[at] * one.num_rows)
         self.kept_of_hoped += _FADING * (share - self.kept_of_hoped)
 
@@ -255,8 +264,9 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     assert output.expected is not None
     is_live = (output.count > 0) | (output.num_drafted > 0)
     kept = np.sum(output.count - (output.count > 0), axis=1)
-    drafted, rows = np.any(output.num_drafted, axis=1), np.sum(is_live, axis=1)
-    parts = (output.depth, kept, output.expected, drafted, output.num_draft_passes, rows)
+    longest, rows = np.max(output.num_drafted, axis=1), np.sum(is_live, axis=1)
+    passes = output.num_draft_passes
+    parts = (output.depth, kept, output.expected, longest > 0, passes, rows, longest)
     rounds = zip(np.any(is_live, axis=1), *(one.tolist() for one in parts), strict=True)
     return [Round(*one) for is_run, *one in rounds if is_run]
 

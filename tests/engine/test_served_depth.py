@@ -151,10 +151,8 @@ def rounds(*depths: int, given: float = 1.0) -> list[Round]:
 class Learnt(DepthCosts):
     """Of one program, whose rounds take so many seconds, by K."""
 
-    def __init__(
-        self, *seconds: float, num_passes: Sequence[float] = (), adapts: bool = False
-    ) -> None:
-        super().__init__(DEPTHS, adapts=adapts)
+    def __init__(self, *seconds: float, num_passes: Sequence[float] = (), **drafter: bool) -> None:
+        super().__init__(DEPTHS, **drafter)
         self.learn(PROGRAM, seconds, num_passes)
 
     def after(self, run: list[Round], seconds: float | None = None, times: int = 1) -> np.ndarray:
@@ -191,6 +189,32 @@ def test_what_is_expected_in_vain_is_expected_no_more(given: float, taken: float
     seconds, found, _ = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
     np.testing.assert_allclose(found, [1.0, taken, taken], rtol=0.01)
+
+
+def test_no_k_of_rated_drafts_is_stayed_with_and_all_share_what_they_keep() -> None:
+    """Each has a K of its own, so that rounds of one dispatch differ."""
+    costs = Learnt(1.0, 2.0, 3.0, rates_drafts=True)
+    several = [Round(2, 1, 2.0), Round(4, 2, 4.0), Round(0, 0, 0.0, is_drafted=False)]
+    seconds, given, _ = costs.after(several, times=200)
+    np.testing.assert_allclose(seconds, [1.0, 2.0, 3.0])
+    np.testing.assert_allclose(given, 0.5, rtol=0.01)
+    np.testing.assert_allclose(costs.after([Round(2, 0, 2.0)], times=400)[1], 0.2)
+    *_, deepest = costs.after([Round(2, 0, 2.0), Round(4, 2, 4.0)], 2 * 9.0, times=50)[0]
+    assert deepest == 3.0, "of several depths"
+    *_, deepest = costs.after([Round(4, 2, 4.0, longest=2)], 2.5, times=50)[0]
+    assert deepest == 3.0, "as narrow as a K of 2"
+    *_, deepest = costs.after([Round(4, 2, 4.0, longest=3)], 2.5, times=50)[0]
+    np.testing.assert_allclose(deepest, 2.5, rtol=0.01)
+
+
+def test_fewer_draft_tokens_are_never_taken_to_be_slower() -> None:
+    np.testing.assert_allclose(Learnt(3.0, 2.0, 2.5).after(rounds(0))[0], [0.95 * 2.0, 2.0, 2.5])
+
+
+def test_drafts_of_little_hope_fade_slowly() -> None:
+    few, many = (Learnt(1.0, 2.0, 3.0).after([Round(2, 0, hope)], times=20) for hope in (0.1, 2.0))
+    assert few[1, 1] > 0.9
+    assert many[1, 1] == 0.5
 
 
 def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:

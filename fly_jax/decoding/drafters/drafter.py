@@ -37,8 +37,8 @@ class Draft:
       num_drafted: [rows], tokens of each row, the rest of the K being of no meaning.
       num_passes: [models], passes of each draft model that it took, the first drafter's own first;
         [0] from a drafter without models.
-      rates: [rows, K], the share of such tokens that is kept where all before them are; None from
-        a drafter that cannot tell.
+      rates: [rows, K], the share of such tokens that is kept where all before them are, which may
+        not depend on what was drawn; None from a drafter that cannot tell.
     """
 
     tokens: DraftTokens

@@ -14,6 +14,7 @@ from golden import layout_on
 from rounds import KINDS, compiled_text, copied, engine_of, repeated, round_hlo
 
 from fly_jax.decoding import programs
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES
@@ -95,6 +96,13 @@ def test_no_round_copies_a_cache_or_a_stack(name: str, last: str, rules: str | N
         kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
         features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
         assert not repeated(copies(hlo, {features}))
+
+
+def test_k_is_chosen_behind_a_lookup_without_a_copy() -> None:
+    models, _ = placed(TINY[:1], None)
+    more: dict[str, Any] = {"lookup": Lookup(), "depths": (0, 5)}
+    hlo, capacity = round_hlo("exact", models, rows=ROWS, context=100, **more)
+    assert not repeated(copied(hlo, models, ROWS, capacity))
 
 
 @pytest.mark.parametrize("rules", [*PLACES, "tensor"])

@@ -271,19 +271,20 @@ def _beside_llama_cpp() -> list[str]:
     lines = [
         f"**Beside llama.cpp's server**, HumanEval, {first['measured'][0]['requests']} prompts of "
         f"one client, greedy, up to 128 new tokens, means over requests ({about['cpu']}, "
-        f"{about['cpu_cores']} cores, {about['date']}; "
+        f"{about['cpu_cores']} cores; "
         "[files](../benchmarks/results/qwen/llama_cpp)):",
         "",
-        "| server | turns | tokens/s behind the first | tokens/s with the prompt | first token |",
-        "|---|---|---|---|---|",
+        "| server | turns | day | tokens/s behind the first | tokens/s with the prompt "
+        "| first token |",
+        "|---|---|---|---|---|---|",
     ]
     for server, turns in of_each.items():
         names = ("mean_tpot_ms", "output_throughput", "mean_ttft_ms")
         means = (statistics.fmean(one["measured"][0][name] for one in turns) for name in names)
         pace, whole, wait = means
         lines.append(
-            f"| {_SERVERS[server]} | {len(turns)} | {1000 / pace:.1f} | {whole:.1f} "
-            f"| {wait / 1000:.1f} s |"
+            f"| {_SERVERS[server]} | {len(turns)} | {turns[0]['machine']['date']} "
+            f"| {1000 / pace:.1f} | {whole:.1f} | {wait / 1000:.1f} s |"
         )
     return lines
 

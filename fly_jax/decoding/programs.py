@@ -115,13 +115,7 @@ class Rows(NamedTuple):
 class Programs:
     """The jitted programs of target and drafter; a round writes up to `room` positions further."""
 
-    def __init__(
-        self,
-        target: Llama,
-        drafter: Drafter | None,
-        static: RoundStatic,
-        cache_dtype: jnp.dtype | None,
-    ) -> None:
+    def __init__(self, target: Llama, drafter: Drafter | None, static: RoundStatic) -> None:
         self.static = static
         k = static.num_speculative_tokens
         self.room = k + 1 if drafter is None else drafter.room(k)
@@ -131,11 +125,10 @@ class Programs:
         self._resting = None if drafter is None else drafter.at_rest()
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
         self._traces = self._is_abstract
-        dtype = jnp.dtype(cache_dtype or target.dtype)
         window = static.deferred_window
         windows = (window, static.reports, static.max_logprobs) if window else None
         chooses = bool(static.depths) and not window
-        self._shapes = _Shapes(target.config, target.layout, dtype, windows, chooses)
+        self._shapes = _Shapes(target.config, target.layout, target.dtype, windows, chooses)
 
     @property
     def config(self) -> LlamaConfig:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Traced
 
@@ -87,7 +86,6 @@ class Engine:
         prefill_chunk: int = 256,
         rules: Sequence[Rule] = (),
         protected_token_ids: Sequence[int] = (),
-        cache_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | None = None,
         load_may_change_text: bool = False,
         memory: CorrectionMemory | None = None,
@@ -111,7 +109,6 @@ class Engine:
           rules: a rule of every kind that requests may ask for, besides that of `spec` and the
             lossless one.
           protected_token_ids: control tokens, never rescued; the ends of text are added.
-          cache_dtype: type of the caches; that of the parameters if not given.
           tokenizer: fills `Settled.texts` and finds stop strings; None if nobody asks for text.
           load_may_change_text: K is chosen for loosened and for drawn requests too. What they give
             then depends on K, and so on what else is decoded: no rule keeps what it would not keep
@@ -137,7 +134,7 @@ class Engine:
         self._own, self._tokenizer = spec.rule, tokenizer
         self.drafter = checked_drafter(target, draft, spec.static)
         self._resumes = shared_block > 0 and (self.drafter is None or self.drafter.resumes)
-        self._programs = Programs(target, self.drafter, spec.static, cache_dtype)
+        self._programs = Programs(target, self.drafter, spec.static)
         kinds = None if offline else rules
         self._rows = RowInputs(self._programs, spec, kinds, protected_token_ids, num_slots)
         self.spec = dataclasses.replace(spec, rule=self._rows.united)

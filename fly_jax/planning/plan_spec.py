@@ -102,7 +102,7 @@ def _room(configs: tuple[LlamaConfig, ...], static: RoundStatic) -> int:
     """`Programs.room` of the target and its drafts, wherever they lie."""
     layout = Layout(abstract_mesh(parse_mesh("1")), RULES["replicated"])
     target, *drafts = (abstract_model(config, layout) for config in configs)
-    return Programs(target, checked_drafter(target, drafts, static), static, None).room
+    return Programs(target, checked_drafter(target, drafts, static), static).room
 
 
 def default_round(num_speculative_tokens: int) -> RoundSpec:

@@ -241,7 +241,7 @@ def open_pair(
     drafts = (draft,) if isinstance(draft, str | Path) else tuple(draft or ())
     is_embedded = target is None and not drafts
     names = map(str, drafts)
-    drafter = next((one for one in names if is_registered(one) or one.startswith(SELF)), None)
+    drafter = next((one for one in names if one in _BUILDS or one.startswith(SELF)), None)
     own = None
     if drafter is not None:
         if len(drafts) > 1:
@@ -250,7 +250,7 @@ def open_pair(
                 "either it or the others (prompt_lookup_max puts a lookup below draft models)."
             )
         drafts = ()
-        if not is_registered(drafter):
+        if drafter not in _BUILDS:
             self_draft_type(drafter)
             own, drafter = drafter, None
     folder, embedded_draft = EMBEDDED_PAIR
@@ -479,7 +479,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         elif config.head is not None:
             kind = HeadDraft
         elif config.pard_token is not None:
-            kind, given = ParallelDraft, {"may_lag": lags or rests}
+            kind, given = ParallelDraft, {"rests": lags or rests}
         else:
             given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
         given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}
@@ -512,11 +512,6 @@ def register_drafter(name: str, build: Build) -> None:
     if name in _BUILDS and _BUILDS[name] is not build:
         raise FlyJaxError(f"There is a drafter '{name}' already; give yours another name.")
     _BUILDS[name] = build
-
-
-def is_registered(name: str) -> bool:
-    """Tells whether a drafter has this name."""
-    return name in _BUILDS
 
 
 def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:

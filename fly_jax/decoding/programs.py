@@ -500,10 +500,6 @@ def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
 
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     """The inputs of the first rows; what all rows share stays as it is."""
-    whole = (inputs.rule, inputs.sampling, inputs.ends, inputs.seated)
-    few = jax.tree.map(lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole)
-    rule, sampling, ends, seated = few
-    protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
-    return dataclasses.replace(
-        inputs, rule=rule, sampling=sampling, protected=protected, ends=ends, seated=seated
-    )
+    few = jax.tree.map(lambda leaf: leaf[:rows] if leaf.ndim else leaf, inputs)
+    protected = few.protected if inputs.protected.ndim == 2 else inputs.protected
+    return dataclasses.replace(few, protected=protected, memory=inputs.memory)

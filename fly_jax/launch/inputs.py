@@ -121,7 +121,7 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
             revision=values.revision,
             draft_parallel=values.draft_parallel,
         )
-        _check_sizes(config, models.max_context)
+        _check_sizes(config, models.target.config.max_context)
     return models, mesh
 
 
@@ -159,7 +159,7 @@ def load_opened(
     models.check_drafting(config)
     if mesh.size > 1:
         say(describe(mesh))
-    longest = min(longest, models.max_context)
+    longest = min(longest, models.target.config.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
     dtype, cache = values.dtype, values.weights_cache

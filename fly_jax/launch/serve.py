@@ -202,9 +202,9 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     from fly_jax.engine.request import check_sizes
 
     models, mesh = open_models(values, builder.config)
-    length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
-    check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
-    rows = values.num_slots
+    rows, context = values.num_slots, models.target.config.max_context
+    length = values.max_length or min(DEFAULT_LENGTH, context)
+    check_sizes(rows, values.prefill_chunk, length, context)
     pair = load_opened(values, builder.config, models, mesh, rows=rows, longest=length)
     engine = kind.of(
         pair, builder.for_engine, num_slots=rows, max_length=length,

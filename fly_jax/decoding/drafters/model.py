@@ -84,7 +84,7 @@ class LlamaDrafter(Drafter):
 class ModelDrafter(LlamaDrafter):
     """A draft model that reads the text, and nothing of the target."""
 
-    of_proposing = ("num_speculative_tokens", "margin", "lags", "rests", "may_lag")
+    of_proposing = ("num_speculative_tokens", "margin", "lags", "rests")
 
     @property
     def _model(self) -> Llama:

@@ -19,15 +19,11 @@ class ParallelDraft(ModelDrafter):
     """A Llama that is trained to answer K - 1 copies of a token behind the text with tokens.
 
     It needs nothing of the target, so one drafts for a whole family. The keys and values of the
-    copies are dropped: the next pass writes over them.
-
-    Attributes:
-      config: its `pard_token` is the one that is copied.
-      num_speculative_tokens: K, the most that it drafts at a time.
-      may_lag: more tokens than a round of K settles may have come since it was asked last.
+    copies are dropped: the next pass writes over them. One that `rests` may lag: more tokens than a
+    round of K settles may have come since it was asked last.
     """
 
-    may_lag: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
+    rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
@@ -35,14 +31,9 @@ class ParallelDraft(ModelDrafter):
         return self._width
 
     @property
-    def rests(self) -> bool:  # type: ignore[override]
-        """Tells whether it may lag."""
-        return self.may_lag
-
-    @property
     def resumes(self) -> bool:  # type: ignore[override]
         """Tells whether it never lags: its cache would have less than the text."""
-        return not self.may_lag
+        return not self.rests
 
     def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
         """Counts passes as wide as those in which it drafts."""
@@ -67,7 +58,7 @@ class ParallelDraft(ModelDrafter):
         cache = state.cache.with_length(jnp.minimum(state.cache.length, length - 1))
         num_passes = jnp.int32(1)
         start = jnp.maximum(length - width, 0)
-        if self.may_lag:
+        if self.rests:
             cache, _, fed = caught_up(
                 lambda one, at: model.extend(slice_rows(text, at, width), one.with_length(at))[1],
                 cache, cache.length, start, width,

@@ -447,17 +447,13 @@ def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
 
 
 def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | YarnScaling | None:
+    """The scaling of a file; what YaRN's leaves out is the paper's or transformers' default."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind == "yarn":
-        return _yarn(rope, max_context)
-    values: Fields = {own: float(rope[theirs]) for own, theirs in _LLAMA3_SCALING.items()}
-    return RopeScaling(**values | {"original_context": int(values["original_context"])})
-
-
-def _yarn(rope: Mapping[str, Any], max_context: int) -> YarnScaling:
-    """The YaRN scaling of a file; what it leaves out is the paper's or transformers' default."""
+    if kind == "llama3":
+        values: Fields = {own: float(rope[theirs]) for own, theirs in _LLAMA3_SCALING.items()}
+        return RopeScaling(**values | {"original_context": int(values["original_context"])})
     factor = float(rope["factor"])
 
     def magnitude(weight: float) -> float:

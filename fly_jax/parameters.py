@@ -25,33 +25,20 @@ _NOUNS: dict[type, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A declared parameter.
+    """A declared parameter."""
 
-    Attributes:
-      name: of the flag and the TOML key.
-      field: of the class that declares it.
-      kind: int, float, bool, str, or tuple for any number of texts.
-      default: the value if none is given.
-      help: one line, without a full stop.
-      low, high: smallest and largest value; None for no bound.
-      above, below: bounds that the value must not reach; None for no bound.
-      choices: the words allowed; empty for any.
-      word: allowed in place of a number; empty for none.
-      flag: the command line has it; a TOML file always does.
-    """
-
-    name: str
-    field: str
-    kind: type
+    name: str  # of the flag and the TOML key
+    field: str  # of the class that declares it
+    kind: type  # int, float, bool, str, or tuple for any number of texts
     default: Any
-    help: str
-    low: float | None = None
+    help: str  # one line, without a full stop
+    low: float | None = None  # smallest and largest value
     high: float | None = None
-    above: float | None = None
+    above: float | None = None  # bounds that the value must not reach
     below: float | None = None
-    choices: tuple[str, ...] = ()
-    word: str = ""
-    flag: bool = True
+    choices: tuple[str, ...] = ()  # the words allowed; empty for any
+    word: str = ""  # allowed in place of a number
+    flag: bool = True  # the command line has it; a TOML file always does
 
     def check(self, value: object) -> None:
         """Raises FlyJaxError for an instance's value; arrays, tracers and None pass."""

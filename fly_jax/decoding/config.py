@@ -113,21 +113,17 @@ class DecodingConfig:
     the rules, `Budget`, `Lookup` and `Sampling` declare, such as `entropy_threshold`;
     `decoding_parameters` has all. They are the keys of a TOML config and, but for a few, the
     command line's flags. A `Sampling` and a `Lookup` may be given as `sampling` and `lookup`, in
-    place of their values.
+    place of their values. FlyJaxError for an unknown keyword, or values of which no decoding can be
+    made.
 
     Attributes:
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
         or one or several of the registered rules, joined by & (rescues what both would), | (what
-        either would) and parentheses. Given as a `Rule`, its text says what it is.
-      given_rule: the rule, where it was given as one.
+        either would) and parentheses. Given as a `Rule`, which is then `given_rule`, its text.
       rules: one of each registered kind, with this config's numbers.
-      risk_budget: of `Budget`, around the rule.
       lookup: what it would look up with; `looks_up` says whether it does.
       sampling: how target and draft are drawn from; temperature 0 is greedy.
       temperature: as it was given, None for the one that suits the rule.
-
-    Raises:
-      FlyJaxError: an unknown keyword, or values of which no decoding can be made.
     """
 
     given_rule: Loose | None
@@ -449,10 +445,8 @@ def from_reference_json(values: Any) -> DecodingConfig:
 
     With temperature 0 the tokens are the reference's. With a temperature they are not: the
     reference then draws the target's tokens twice and drafts greedily, and FLy here rescues what
-    rejection sampling refused. Keys that name models or logging are ignored.
-
-    Raises:
-      FlyJaxError: no JSON object, an unknown key, a key that is missing, or an invalid value.
+    rejection sampling refused. Keys that name models or logging are ignored. FlyJaxError for no
+    JSON object, an unknown key, one that is missing, or an invalid value.
     """
     if not isinstance(values, dict):
         raise FlyJaxError("a JSON object was expected; write the reference code's keys in braces.")
@@ -507,40 +501,27 @@ _REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
 
 @dataclasses.dataclass(frozen=True)
 class RoundStatic:
-    """The static part of a round, for which it is compiled, beside the models and the kind of rule.
+    """The static part of a round: it is compiled for that, the models and the kind of rule."""
 
-    Attributes:
-      num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
-      lookup: what proposes to the last draft model, or to the target where there is none; None
-        for nothing.
-      rounds_per_dispatch: rounds that run before their tokens leave the device.
-      depths: what K is chosen from, round by round, in ascending order and ending with
-        `num_speculative_tokens`; with 0, rounds without a draft. Empty for the same K in all
-        rounds.
-      reports_mismatches: fills `RoundOutput.reports`, which a memory of corrections learns from.
-      audits: fills it too, with an entropy even where the rule asks for none, and with it
-        `Generation.reports`.
-      max_logprobs: fills it too, with so many of the target's most probable tokens at each
-        position, from which `Generation.logprobs` can be had; 0 for none.
-      reports_evidence: fills `RoundOutput.draft_tokens` and `RoundOutput.evidence`, from which
-        other settings of the rule can be judged.
-      deferred_window: the rule's window, where one that does not fit into its block may be
-        completed in the next rounds; 0 where it is refused, as published.
-      level_speculative_tokens: as in `Drafting`, of each draft model but the first; so are
-        level_margin and draft_confidence.
-    """
-
-    num_speculative_tokens: int
-    lookup: Lookup | None = None
+    num_speculative_tokens: int  # K, or the largest one; 0 decodes one token at a time
+    lookup: Lookup | None = None  # what proposes to the last draft model, or to the target
     eos_token_ids: tuple[int, ...] = ()
-    rounds_per_dispatch: int = 1
+    rounds_per_dispatch: int = 1  # rounds that run before their tokens leave the device
+    # What K is chosen from, round by round, in ascending order and ending with the largest; with 0,
+    # rounds without a draft. Empty for the same K in all rounds.
     depths: tuple[int, ...] = ()
+    # These three fill `RoundOutput.reports`: for a memory of corrections; for `Generation.reports`,
+    # with an entropy even where the rule asks for none; for `Generation.logprobs`, with so many of
+    # the target's most probable tokens at each position.
     reports_mismatches: bool = False
     audits: bool = False
     max_logprobs: int = 0
+    # Fills `RoundOutput.draft_tokens` and `.evidence`, by which other settings can be judged.
     reports_evidence: bool = False
+    # The rule's window, where one that does not fit into its block may be completed in the next
+    # rounds; 0 where it is refused, as published.
     deferred_window: int = 0
-    level_speculative_tokens: tuple[int, ...] = ()
+    level_speculative_tokens: tuple[int, ...] = ()  # of each draft model but the first
     level_margin: float = 0.0
     draft_confidence: float = 0.0
 

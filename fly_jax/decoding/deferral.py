@@ -29,23 +29,14 @@ MOST_COMPLETED = 0.65
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OpenWindow:
-    """The provisional end of each row: a mismatch and all that follows it.
+    """The provisional end of each row: a mismatch and all that follows it."""
 
-    Attributes:
-      start: position of the mismatch in the row's text; of no meaning in a row without one.
-      replacement: the target's token at that position.
-      remaining: draft tokens that must still be accepted; 0 in a row without an open window.
-      why: why each provisional token stands there, if it stays.
-      reports: of each of them; None unless the round is asked for them.
-      regret: what the mismatch has taken from the risk budget.
-    """
-
-    start: Int32[Array, " rows"]
-    replacement: Int32[Array, " rows"]
-    remaining: Int32[Array, " rows"]
-    why: Int8[Array, "rows provisional"]
+    start: Int32[Array, " rows"]  # position of the mismatch in the row's text
+    replacement: Int32[Array, " rows"]  # the target's token there
+    remaining: Int32[Array, " rows"]  # draft tokens that must still be accepted; 0 without a window
+    why: Int8[Array, "rows provisional"]  # why each provisional token stands there, if it stays
     reports: Reports | None
-    regret: RowFloats
+    regret: RowFloats  # what the mismatch has taken from the risk budget
 
     @property
     def is_open(self) -> RowFlags:
@@ -164,22 +155,14 @@ class Emitted:
 
 @dataclasses.dataclass(frozen=True)
 class Settlement:
-    """The rows as a round with deferral leaves them.
+    """The rows as a round with deferral leaves them."""
 
-    Attributes:
-      text: the rows' tokens, the target's own in place of a mismatch that was dropped.
-      emitted: the tokens that settle; rows whose provisional end was dropped are rolled back.
-      window: the provisional end that is left.
-      charged: tokens of the block whose rescues count against the risk budget.
-      refund: what goes back to the risk budget.
-    """
-
-    text: Text
+    text: Text  # the target's own token is in place of a mismatch that was dropped
     length: Int32[Array, " rows"]
-    emitted: Emitted
+    emitted: Emitted  # rows whose provisional end was dropped are rolled back
     window: OpenWindow
-    charged: Int32[Array, " rows"]
-    refund: RowFloats
+    charged: Int32[Array, " rows"]  # tokens of the block whose rescues count against the budget
+    refund: RowFloats  # what goes back to it
 
 
 def close(
@@ -196,12 +179,10 @@ def close(
     """Settles what is certain, keeps the rest open, and rolls back what has failed.
 
     Args:
-      window: as it was before the round.
       replacement: the target's token at the new mismatch.
+      window, length: as they were before the round.
       text: the rows' tokens with the block's appended.
-      length: of each row before the round.
       block: what was appended of the block; nothing in a row that had finished.
-      num_drafted: draft tokens of each row's block.
       accepted: draft tokens that the lossless rule takes.
     """
     count = block.count

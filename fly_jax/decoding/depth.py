@@ -33,22 +33,15 @@ class AcceptanceStats:
 
     Of a draft that has rates of its own those count, and the seconds.
 
-    The counts fade from round to round, with a draft or without.
-
-    Attributes:
-      matched: [rows], draft tokens that the lossless rule took.
-      rescued: [rows], mismatches that were kept.
-      refused: [rows], mismatches that ended a block.
-      cut: [rows], mismatches that ended a block only because their window did not fit into it.
-      costs: [3, depths], the seconds of a round of each depth, the share of the expected draft
-        tokens that it gives, and the seconds of a pass in which a draft model takes in what it
-        lacks; empty where K is fixed.
+    The counts fade from round to round, with a draft or without. Costs are the seconds of a round
+    of each depth, the share of the expected draft tokens that it gives, and the seconds of a pass
+    in which a draft model takes in what it lacks; empty where K is fixed.
     """
 
-    matched: RowFloats
-    rescued: RowFloats
-    refused: RowFloats
-    cut: RowFloats
+    matched: RowFloats  # draft tokens that the lossless rule took
+    rescued: RowFloats  # mismatches that were kept
+    refused: RowFloats  # mismatches that ended a block
+    cut: RowFloats  # mismatches that ended one only because their window did not fit into it
     costs: Float32[Array, "3 depths"]
 
 

@@ -57,9 +57,8 @@ def check_prompt(
 ) -> CheckedPrompt:
     """Checks a prompt, unless that has been done already.
 
-    Raises:
-      FlyJaxError: the model cannot continue it: it is empty, leaves no room in the context, or has
-        ids beyond the vocabulary (which an array lookup would silently take for other tokens).
+    FlyJaxError where it is empty, leaves no room in the context, or has ids beyond the vocabulary
+    (which an array lookup would silently take for other tokens).
     """
     if isinstance(prompt, CheckedPrompt):
         return prompt
@@ -106,13 +105,7 @@ class Pair:
         """The config of this pair: the given values, laid over a config.
 
         Where nothing proposes, or K is 0, it decodes one token at a time, whatever the rule.
-
-        Args:
-          config: None for `default_config`.
-          **given: see `DecodingConfig`; num_speculative_tokens may also be 0.
-
-        Raises:
-          FlyJaxError: as `DecodingConfig`.
+        None is `default_config`. For the values, and errors, see `DecodingConfig`; K may be 0.
         """
         drafts = given.get("num_speculative_tokens") != 0
         if not drafts:
@@ -132,16 +125,12 @@ class Pair:
         audits: bool = False,
         **given: Any,
     ) -> RoundSpec:
-        """The spec of the rounds, with this pair.
+        """The spec of the rounds; see `config` for what may be given.
 
-        Args:
-          rounds_per_dispatch: rounds before tokens leave the device; None takes 4 for a small
-            target on a CPU, where dispatching takes time from a round, and 1 everywhere else.
-          **given: see `DecodingConfig`, over whose values they are laid.
-
-        Raises:
-          FlyJaxError: as `DecodingConfig`, and values of which no round can be made, such as K that
-            leaves no room for FLy's window.
+        `rounds_per_dispatch` are rounds before tokens leave the device; None takes 4 for a small
+        target on a CPU, where dispatching takes time from a round, and 1 everywhere else.
+        FlyJaxError also for values of which no round can be made, such as K that leaves no room for
+        FLy's window.
         """
         is_short = jax.default_backend() == "cpu" and not self.target.is_large
         most = (4 if is_short else 1) if rounds_per_dispatch is None else rounds_per_dispatch
@@ -187,11 +176,6 @@ class OpenPair:
         return is_model or self.self_draft is not None
 
     @property
-    def max_context(self) -> int:
-        """Positions that the target was trained on."""
-        return self.target.config.max_context
-
-    @property
     def default_dtype(self) -> Dtype:
         """The weights' type where none is asked for: the fastest here. Starts JAX's backend."""
         is_small = self.target.path == EMBEDDED_PAIR[0]
@@ -230,9 +214,7 @@ def open_pair(
     """Finds the models that `load_pair` is given, and checks all it can without reading a weight.
 
     With `draft_parallel` the last draft model drafts in one pass, with this as its `pard_token`.
-
-    Raises:
-      FlyJaxError: a checkpoint that is missing or broken, or two vocabularies.
+    FlyJaxError for a checkpoint that is missing or broken, or two vocabularies.
     """
     if target is None and revision is not None:
         raise FlyJaxError(
@@ -286,6 +268,9 @@ def load_pair(
 ) -> Pair:
     """Loads a target and its draft model straight into a mesh.
 
+    FlyJaxError for a checkpoint that is missing or broken, two vocabularies, or a mesh that does
+    not fit the devices. All but broken values are found before any weight is read.
+
     Args:
       target: folder of a Hugging Face checkpoint or of a converted one, a GGUF file, or a hub id;
         None for the embedded pair. Or what `open_pair` gives, its drafts included.
@@ -305,10 +290,6 @@ def load_pair(
         both models lie on the mesh, not what can be decoded afterwards.
       weights_cache: folder that keeps what was converted for one device, and "off" for none; it
         and `say` are those of `load_llama`.
-
-    Raises:
-      FlyJaxError: a checkpoint that is missing or broken, two vocabularies, or a mesh that does
-        not fit the devices. All but broken values are found before any weight is read.
     """
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(target, OpenPair):
@@ -373,9 +354,8 @@ def checked_drafter(
 ) -> Drafter | None:
     """The drafter: the one that was given, the lookup alone, or None where K is 0.
 
-    Raises:
-      FlyJaxError: K is asked for and nothing proposes, too few or many draft models, one of
-        another vocabulary, a confidence that none of them has, or K above a head's block.
+    FlyJaxError where K is asked for and nothing proposes, for too few or many draft models, one of
+    another vocabulary, a confidence that none of them has, or K above a head's block.
     """
     if not static.num_speculative_tokens:
         return None

@@ -25,6 +25,7 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_cac
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama, Parameters, for_backend, runs_unstacked
+from fly_jax.shapes import Index
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState
@@ -96,19 +97,14 @@ def row_steps(rows: int) -> tuple[int, ...]:
 
 
 class Rows(NamedTuple):
-    """Prompts, on the host or on the devices.
-
-    Attributes:
-      limits: length at which each row is done.
-      budget: risk budget of each row, in nats; None for a rule without one.
-      costs: see `AcceptanceStats`, empty where K is fixed; None if no rate is kept.
-    """
+    """Prompts, on the host or on the devices."""
 
     text: Int[Any, "rows capacity"]
     lengths: Int[Any, " rows"]
-    limits: Int[Any, " rows"]
+    limits: Int[Any, " rows"]  # length at which each row is done
     seeds: UInt32[Any, " rows"]
-    budget: Float32[Any, " rows"] | None
+    budget: Float32[Any, " rows"] | None  # in nats; None for a rule without one
+    # See `AcceptanceStats`; empty where K is fixed, None if no rate is kept.
     costs: Float32[Any, "3 depths"] | None = None
 
 
@@ -261,17 +257,13 @@ class _Shapes:
     """The static facts of target and state, for which programs are compiled.
 
     Rounds that differ only in the rest of `RoundStatic` share all programs but their own.
-
-    Attributes:
-      windows: arguments of `no_windows`; None where no window crosses rounds.
-      chooses_depth: K is chosen, and no token depends on it.
     """
 
     config: LlamaConfig
     layout: Layout | None
     cache_dtype: jnp.dtype
-    windows: tuple[int, bool, int] | None
-    chooses_depth: bool
+    windows: tuple[int, bool, int] | None  # arguments of `no_windows`, if one crosses rounds
+    chooses_depth: bool  # and no token depends on K
 
     def target(self, parameters: Parameters) -> Llama:
         return Llama(self.config, parameters, self.layout)
@@ -341,8 +333,8 @@ def _copy_row(
     drafter: Drafter | None,
     some: DecodeState,
     state: DecodeState,
-    row: Int[Array, ""],
-    at: Int[Array, ""],
+    row: Index,
+    at: Index,
 ) -> DecodeState:
     axes = _row_axes(shapes, drafter, some)
 
@@ -397,7 +389,7 @@ def _insert(
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def _release(state: DecodeState, row: Int[Array, ""]) -> DecodeState:
+def _release(state: DecodeState, row: Index) -> DecodeState:
     return dataclasses.replace(state, finished=state.finished.at[row].set(True))
 
 
@@ -412,7 +404,7 @@ def _prefill_chunk(
     parameters: Parameters,
     drafter: Drafter | None,
     state: DecodeState,
-    start: Int[Array, ""],
+    start: Index,
     drafts: Bool[Array, ""] | None,
 ) -> DecodeState:
     """Runs the prompts' next tokens, from `start` on, through the target and what `drafts`."""

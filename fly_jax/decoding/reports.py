@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
+from fly_jax.shapes import DraftFlags, DraftTokens
 from fly_jax.verification.evidence import TargetEvidence, TopTokens
 from fly_jax.verification.rules import Why
 
@@ -26,33 +27,26 @@ _T = TypeVar("_T")
 class Reports:
     """A few numbers of draft, target and rule at the position of each token, no logits.
 
-    Attributes:
-      draft: what was drafted there; -1 at a bonus token, which has no draft token.
-      choice: the target's most probable token.
-      draft_log_prob: in nats, in the target's plain softmax; -inf where nothing was drafted.
-      choice_log_prob: the same of the target's choice.
-      entropy: `TargetEvidence.entropy`.
-      verdict: `Why` of the draft token as the rule decided; `Why.BONUS` where there is none.
-      deferred: the token's window was left open at the end of its block; None where none ever is.
-      top: the target's most probable tokens; None unless the round is asked for them.
+    Probabilities are logarithms, in nats, of the target's plain softmax; that of a draft token is
+    -inf where nothing was drafted.
     """
 
-    draft: Int32[Array, "*rows tokens"]
-    choice: Int32[Array, "*rows tokens"]
+    draft: Int32[Array, "*rows tokens"]  # what was drafted there; -1 at a bonus token
+    choice: Int32[Array, "*rows tokens"]  # the target's most probable token
     draft_log_prob: Float32[Array, "*rows tokens"]
     choice_log_prob: Float32[Array, "*rows tokens"]
     entropy: Float32[Array, "*rows tokens"]
-    verdict: Int8[Array, "*rows tokens"]
-    deferred: Bool[Array, "*rows tokens"] | None
-    top: TopTokens | None = None
+    verdict: Int8[Array, "*rows tokens"]  # the `Why` of the draft token, as the rule decided
+    deferred: Bool[Array, "*rows tokens"] | None  # its window was left open at its block's end
+    top: TopTokens | None = None  # if the round is asked for them
 
 
 def report(
-    draft_tokens: Int[Array, "rows draft"],
+    draft_tokens: DraftTokens,
     seen: TargetEvidence,
     verdict: Int[Array, "rows draft"],
     why: Int[Array, "rows block"],
-    deferred: Bool[Array, "rows draft"] | None = None,
+    deferred: DraftFlags | None = None,
 ) -> Reports:
     """The reports of a block; `why` is the `Why` of each of its tokens."""
     is_bonus, pad = why == Why.BONUS.value, ((0, 0), (0, 1))

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from fly_jax.decoding.deferral import OpenWindow
 from fly_jax.decoding.depth import AcceptanceStats
 from fly_jax.decoding.reports import Reports
 from fly_jax.models.cache import KVCache
+from fly_jax.shapes import RowFlags, RowInts, RowKeys, Text
 from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Rule, RuleState, Why
 from fly_jax.verification.sampling import Sampling
@@ -28,30 +29,18 @@ def map_caches(function: Callable[..., Any], *trees: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The rows being decoded. All of it is donated to the next round.
+    """The rows being decoded. All of it is donated to the next round."""
 
-    Attributes:
-      tokens: [rows, capacity], prompt and settled tokens; what lies beyond `length` is stale.
-      length: [rows], tokens, provisional ones included; the caches are valid up to `length - 1`.
-      limit: [rows], length at which a row is done.
-      finished: [rows], the row has reached its limit or an end of text.
-      drafter: the drafter's state; None without one.
-      keys: [rows], random state of each row, so that no row's draws depend on another.
-      rule: what the rule knows of each row.
-      stats: how often the draft is accepted; None where neither K nor deferral depends on it.
-      window: what is provisional at the end of each row; None where nothing ever is.
-    """
-
-    tokens: Int[Array, "rows capacity"]
-    length: Int[Array, " rows"]
-    limit: Int[Array, " rows"]
-    finished: Bool[Array, " rows"]
+    tokens: Text  # prompt and settled tokens; what lies beyond `length` is stale
+    length: RowInts  # provisional tokens included; the caches are valid up to `length - 1`
+    limit: RowInts  # length at which a row is done
+    finished: RowFlags  # the row has reached its limit or an end of text
     target: KVCache
     drafter: Any
-    keys: Key[Array, " rows"]
+    keys: RowKeys  # random state of each row, so that no row's draws depend on another
     rule: RuleState
-    stats: AcceptanceStats | None = None
-    window: OpenWindow | None = None
+    stats: AcceptanceStats | None = None  # None where neither K nor deferral depends on it
+    window: OpenWindow | None = None  # what is provisional at the end of each row, if it ever is
 
     def attending(self, positions: int | None) -> DecodeState:
         """A copy in which attention reads so many positions of the caches; None for all."""
@@ -77,23 +66,17 @@ class DecodeState:
 class RuleInputs:
     """Numbers that the host may exchange between two rounds without compiling anew.
 
-    Attributes:
-      rule: which draft tokens are kept; its numbers are scalars or one per row.
-      sampling: how target and draft are drawn from, likewise; None for greedy decoding.
-      protected: tokens that are never rescued, of all rows or of each.
-      memory: `CorrectionMemory.keys`; None for a rule that does not use one.
-      ends: rows that are done at an end of text; None for all.
-      seated: rows with a request. A dispatch of several rounds ends with the first of them that is
-        done, and one that begins after that runs no round, so that another request soon has its
-        row; None where no row makes room for another.
+    Rows with a request are `seated`. A dispatch of several rounds ends with the first of them that
+    is done, and one that begins after that runs no round, so that another request soon has its row;
+    None where no row makes room for another.
     """
 
-    rule: Rule
-    sampling: Sampling | None
-    protected: Bool[Array, "*rows vocab"]
-    memory: Int32[Array, "pairs 2"] | None = None
-    ends: Bool[Array, " rows"] | None = None
-    seated: Bool[Array, " rows"] | None = None
+    rule: Rule  # its numbers are scalars or one per row
+    sampling: Sampling | None  # likewise; None for greedy decoding
+    protected: Bool[Array, "*rows vocab"]  # tokens that are never rescued, of all rows or of each
+    memory: Int32[Array, "pairs 2"] | None = None  # `CorrectionMemory.keys`
+    ends: RowFlags | None = None  # rows that are done at an end of text; None for all
+    seated: RowFlags | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -102,43 +85,26 @@ class RoundOutput:
     """The output of a dispatch: a few numbers per row and round leave the device.
 
     A round that did not run, since every row had finished, is all zeros; where a dispatch is a
-    single one it always runs, and settles nothing in a finished row.
-
-    Attributes:
-      tokens: [rounds, rows, K + 1], settled tokens, the first `count` of each row; wider with
-        deferred windows, which settle what earlier rounds have left open.
-      why: [rounds, rows, K + 1], int8 `Why` of each of them.
-      count: [rounds, rows], tokens settled.
-      num_drafted: [rounds, rows], draft tokens verified; 0 for a finished row.
-      num_accepted: [rounds, rows], draft tokens kept, rescued ones included.
-      num_rescued: [rounds, rows], mismatches kept.
-      num_draft_passes: [rounds], passes of the first draft model; 0 without one.
-      finished: [rounds, rows], after the round.
-      reports: [rounds, rows, K + 1], of each token; None unless the round is asked for them.
-      budget: [rounds, rows], risk budget that is left after the round; None without one.
-      rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
-      depth: [rounds], draft tokens that were asked for; None where K is not chosen.
-      expected: [rounds], draft tokens expected of all live rows, from their rates; likewise.
-      draft_tokens: [rounds, rows, K], what was drafted; None unless the round is asked to report
-        its evidence.
-      evidence: of [rounds, rows, K + 1], what the rule decided on; None likewise.
+    single one it always runs, and settles nothing in a finished row. A block has K + 1 tokens, and
+    more with deferred windows, which settle what earlier rounds have left open. What a round is not
+    asked for, or does not do, is None.
     """
 
-    tokens: Int[Array, "rounds rows block"]
-    why: Int[Array, "rounds rows block"]
+    tokens: Int[Array, "rounds rows block"]  # settled ones, the first `count` of each row
+    why: Int[Array, "rounds rows block"]  # int8 `Why` of each of them
     count: Int[Array, "rounds rows"]
-    num_drafted: Int[Array, "rounds rows"]
-    num_accepted: Int[Array, "rounds rows"]
+    num_drafted: Int[Array, "rounds rows"]  # draft tokens verified; 0 for a finished row
+    num_accepted: Int[Array, "rounds rows"]  # draft tokens kept, rescued ones included
     num_rescued: Int[Array, "rounds rows"]
-    num_draft_passes: Int[Array, " rounds"]
+    num_draft_passes: Int[Array, " rounds"]  # of the first draft model
     finished: Bool[Array, "rounds rows"]
-    reports: Reports | None = None
-    budget: Float32[Array, "rounds rows"] | None = None
-    rolled_back: Bool[Array, "rounds rows"] | None = None
-    depth: Int[Array, " rounds"] | None = None
-    expected: Float32[Array, " rounds"] | None = None
+    reports: Reports | None = None  # of each token
+    budget: Float32[Array, "rounds rows"] | None = None  # risk budget left after the round
+    rolled_back: Bool[Array, "rounds rows"] | None = None  # a deferred window failed
+    depth: Int[Array, " rounds"] | None = None  # draft tokens that were asked for, if K is chosen
+    expected: Float32[Array, " rounds"] | None = None  # of them, of all live rows, by their rates
     draft_tokens: Int[Array, "rounds rows draft"] | None = None
-    evidence: TargetEvidence | None = None
+    evidence: TargetEvidence | None = None  # what the rule decided on
 
 
 def corrections(

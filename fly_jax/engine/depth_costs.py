@@ -61,14 +61,8 @@ class DepthCosts:
 
     They are the target's pass and the draft model's passes. The number of these is followed for all
     depths together: with a lookup below, drafts take fewer where text repeats itself. The share of
-    the expected draft tokens that rounds give is followed for each depth.
-
-    Attributes:
-      depths: what K is chosen from, in ascending order.
-      current: K of the last round that was read.
-      num_rounds: that were read, by K.
-      read_seconds: that a draft model takes for a token of a prompt.
-      kept_of_hoped: the draft tokens that rows have kept, of those usually hoped for.
+    the expected draft tokens that rounds give is followed for each depth. Of the rounds that were
+    read, `num_rounds` has the number by K.
     """
 
     def __init__(
@@ -79,7 +73,7 @@ class DepthCosts:
         self._adapts = adapts
         self._rated = rates_drafts  # each draft has a K of its own, and none is stayed with
         self._least_kept = _LEAST_RATED_KEPT if rates_drafts else _LEAST_KEPT
-        self.current = self.num_speculative_tokens
+        self.current = self.num_speculative_tokens  # K of the last round that was read
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
@@ -89,8 +83,8 @@ class DepthCosts:
         self._drafts = np.full((2, len(self.depths)), _FIRST_TOKENS, np.float32)
         hoped = np.cumsum(HOPED_STRICT_RATE ** np.arange(self.num_speculative_tokens + 1)) - 1
         self._hoped = hoped[list(self.depths)]  # draft tokens that a row keeps of a round
-        self.kept_of_hoped = _FIRST_KEPT
-        self.read_seconds = 0.0
+        self.kept_of_hoped = _FIRST_KEPT  # draft tokens that rows keep, of those usually hoped for
+        self.read_seconds = 0.0  # that a draft model takes for a token of a prompt
 
     def learn(
         self, program: Program, seconds: Sequence[float], num_passes: Sequence[float] = ()

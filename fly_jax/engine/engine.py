@@ -102,7 +102,6 @@ class Engine:
             decoded greedily, unless they say otherwise. With `depths` K is chosen for the batch,
             round by round, while all requests in it are lossless and greedy; beside another one it
             is the largest.
-          num_slots: requests that are decoded at a time.
           max_length: tokens of a request, its prompt included, at most the target's context; None
             for 2048, or the context if that is less.
           prefill_chunk: prompt tokens that are run between two rounds.
@@ -186,18 +185,15 @@ class Engine:
     ) -> Self:  # fmt: skip
         """Makes an engine of a pair; see `__init__` and `RoundStatic` for the other arguments.
 
+        FlyJaxError as the class and `DecodingConfig`, and for a memory of another vocabulary.
+
         Args:
           config: how requests are decoded that do not say; None for `default_config`.
           prompts: all that will be decoded, where that is known: the engine is offline then, with
             no more slots and no longer caches than they need.
-          audits: fills `Generation.reports`.
-          reports_mismatches: the memory learns, whatever the rule.
           memory: see `__init__`; None for an empty one, if the rule uses one.
           with_texts: fills `Settled.texts`.
           **given: see `DecodingConfig`, over whose values they are laid.
-
-        Raises:
-          FlyJaxError: as the class and `DecodingConfig`; a memory of another vocabulary.
         """
         config = pair.config(config, **given)
         spec = pair.spec(config, audits=audits)
@@ -255,11 +251,10 @@ class Engine:
     def submit(self, request: Request) -> RequestState:
         """Queues a request.
 
-        Raises:
-          FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
-            asked for, an empty stop string, more log-probabilities than the engine was made for,
-            a rule of a kind that it was not made for or that could rescue nothing with its K, or
-            another sampling than that of an offline engine.
+        FlyJaxError for a prompt that the target cannot continue or that leaves no room, no new
+        token asked for, an empty stop string, more log-probabilities than the engine was made for,
+        a rule of a kind that it was not made for or that could rescue nothing with its K, or
+        another sampling than that of an offline engine.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
         rule = self._own if request.rule is None else request.rule
@@ -367,10 +362,7 @@ class Engine:
         self._state = None
 
     def trace_slots(self) -> Traced:
-        """Traces the program that makes the slots of an engine of abstract models, for the planner.
-
-        Their parameters are `jax.ShapeDtypeStruct`, each with a sharding.
-        """
+        """Traces the program that makes the slots, of an engine of abstract models (shapes)."""
         return cast(Traced, self._slots())
 
     def trace_rows(self, number: int) -> Traced:

@@ -31,21 +31,17 @@ def generate(
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
-    A pair that nothing proposes to decodes one token at a time, whatever the rule.
+    A pair that nothing proposes to decodes one token at a time, whatever the rule. FlyJaxError for
+    no prompt, an empty one, one longer than the context, a batch of no rows, or what `Engine.of`
+    refuses.
 
     Args:
       config: how, but for what is given below; None for `default_config`, which the command line
         takes too.
-      seed: of the draws, where the rule samples.
       memory: a memory of corrections, which learns, or the file that holds one.
-      audits: fills `Generation.reports`.
       drafter: what proposes instead of the pair's draft models; see `Pair`.
       **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
         a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
-
-    Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
-        `Engine.of` refuses.
     """
     if isinstance(prompts, str) or not prompts or batch_size < 1:
         raise FlyJaxError(

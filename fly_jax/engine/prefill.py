@@ -32,19 +32,12 @@ _Prompts = Sequence[Sequence[int]]
 
 
 class Chunk(NamedTuple):
-    """A piece of prompts that one pass runs.
+    """A piece of prompts that one pass runs."""
 
-    Attributes:
-      rows: prompts, and rows that only fill the pass.
-      start: position of the first token.
-      size: tokens of each row, and padding beyond its prompt.
-      attended: cache positions that attention reads.
-    """
-
-    rows: int
-    start: int
-    size: int
-    attended: int
+    rows: int  # prompts, and rows that only fill the pass
+    start: int  # position of the first token
+    size: int  # tokens of each row, and padding beyond its prompt
+    attended: int  # cache positions that attention reads
 
     @property
     def program(self) -> tuple[int, int, int]:
@@ -53,25 +46,19 @@ class Chunk(NamedTuple):
 
 
 class ChunkPlan:
-    """A plan of chunks of few shapes, so that few programs are compiled.
-
-    Attributes:
-      sizes: tokens of a row, in ascending order.
-      rows: prompts that are run together, in ascending order.
-      tokens: of all rows that a pass runs at most.
-    """
+    """A plan of chunks of few shapes, so that few programs are compiled."""
 
     def __init__(self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int) -> None:
         """Takes prompts of at most `longest` tokens; `steps` are those of `AttentionBuckets`."""
-        self.tokens, self._steps = tokens, steps
+        self.tokens, self._steps = tokens, steps  # the first of all rows that a pass runs at most
         sizes = [min(tokens, _LARGEST_CHUNK, 1 << (longest - 1).bit_length(), steps[-1])]
         while sizes[0] // _GROWTH >= _SMALLEST_CHUNK:
             sizes.insert(0, sizes[0] // _GROWTH)
-        self.sizes = tuple(sizes)
+        self.sizes = tuple(sizes)  # tokens of a row
         rows, most = [1], min(num_slots, max(tokens // sizes[0], 1))
         while rows[-1] < most:
             rows.append(min(rows[-1] * _GROWTH, most))
-        self.rows = tuple(rows)
+        self.rows = tuple(rows)  # prompts that are run together
 
     def sizes_of(self, rows: int) -> tuple[int, ...]:
         """Sizes of chunks of so many rows."""
@@ -141,11 +128,9 @@ class ChunkPlan:
 
 
 class Prefill:
-    """The prompts that are being run, in rows of their own.
+    """The prompts that are being run, in rows of their own, `begun` by `time.perf_counter`.
 
-    Attributes:
-      group: whose prompts these are, with what a slot held of each; empty for nobody's.
-      begun: when they began to be dispatched, by `time.perf_counter`.
+    They are those of the `group`, with what a slot held of each; empty for nobody's.
     """
 
     def __init__(

@@ -42,7 +42,6 @@ class Generation:
     Attributes:
       token_ids: what followed, the end-of-text token included.
       finish_reason: "stop" or "length"; in an engine also "cancelled".
-      num_rounds: target passes.
       kept: of each pass over a draft, the draft tokens that settled with it as accepted ones.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
@@ -135,11 +134,11 @@ class RequestState:
     Attributes:
       budget: what the rule may lose to the target, in nats; None for any amount.
       num_reused: tokens of the prompt that another request had brought into the caches.
-      submitted: when it was submitted, by `time.perf_counter`.
-      seated: when its prompt had been dispatched and it got a slot; None before.
-      prefilled: when its prompt had been run, as far as the host has seen; None before.
-      first_token: when its first token was read; None before.
-      finished: when its last token was read, or it was cancelled; None before.
+      submitted: when it was, by `time.perf_counter`, as for all that follow, which are None before.
+      seated: when its prompt had been dispatched and it got a slot.
+      prefilled: when its prompt had been run, as far as the host has seen.
+      first_token: when it was read.
+      finished: when its last token was read, or it was cancelled.
     """
 
     def __init__(self, request: Request, rule: Rule, tokenizer: Tokenizer | None = None) -> None:

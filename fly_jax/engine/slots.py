@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Int32
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RoundOutput, RuleInputs
 from fly_jax.engine.request import Request, RequestState
+from fly_jax.shapes import Index
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
@@ -134,20 +135,13 @@ class Seated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """Rounds that were dispatched, and what is to be known when they are read.
+    """Rounds that were dispatched, and what is to be known when they are read."""
 
-    Attributes:
-      output: of the rounds, perhaps not there yet.
-      occupants: the request in each of the slots that are decoded.
-      is_timed: they run right after those before them, with nothing in between.
-      seated: the requests that have come into slots since the dispatch before it.
-    """
-
-    output: RoundOutput
-    occupants: tuple[RequestState | None, ...]
+    output: RoundOutput  # of the rounds, perhaps not there yet
+    occupants: tuple[RequestState | None, ...]  # of the slots that are decoded
     attended: int
-    is_timed: bool
-    seated: tuple[Seated, ...] = ()
+    is_timed: bool  # they run right after those before them, with nothing in between
+    seated: tuple[Seated, ...] = ()  # that have come into slots since the dispatch before it
 
     @property
     def teaching(self) -> list[int]:
@@ -170,12 +164,10 @@ class RowInputs:
         protected_token_ids: Sequence[int],
         num_slots: int,
     ) -> None:
-        """Begins with free slots.
+        """Begins with free slots; the ends of text are protected for all requests.
 
-        Args:
-          rules: a rule of every other kind but the lossless one; None where all requests are
-            decoded as `spec` says.
-          protected_token_ids: of requests that do not say; the ends of text are added for all.
+        Of every other kind but the lossless one there is one in `rules`; None where all requests
+        are decoded as `spec` says.
         """
         self._programs, self._own, self._sampling = programs, spec.rule, spec.sampling
         self._like = None if rules is None else (spec.rule, Exact(), *rules)
@@ -248,7 +240,7 @@ class RowInputs:
 
 @jax.jit
 def _replaced(
-    rows: Bool[Array, "slots vocab"], row: Bool[Array, " vocab"], slot: Int[Array, ""]
+    rows: Bool[Array, "slots vocab"], row: Bool[Array, " vocab"], slot: Index
 ) -> Bool[Array, "slots vocab"]:
     # The rounds on their way read the rows as they were: nothing is donated.
     return jax.lax.dynamic_update_slice_in_dim(rows, row[None], slot, 0)

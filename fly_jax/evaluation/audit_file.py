@@ -96,29 +96,20 @@ class Mismatch:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """The continuation of a prompt, with the target's figures at each token; the event "prompt".
-
-    Attributes:
-      token_texts: what each of these tokens adds to the text, control tokens by their names.
-      why: a letter for each, as in `Why.letter`.
-      choice_probabilities: of the target's most probable token.
-      text: without control tokens.
-      answer: `final_answer` of the text; None if the limit cut it off.
-      exact_text: the continuation of the target alone; None if that was not decoded.
-    """
+    """The continuation of a prompt, with the target's figures at each token; the event "prompt"."""
 
     prompt: int
     prompt_text: str
     token_ids: list[int]
-    token_texts: list[str]
-    why: str
-    choice_probabilities: list[float]
+    token_texts: list[str]  # what each adds to the text, control tokens by their names
+    why: str  # a letter for each, as in `Why.letter`
+    choice_probabilities: list[float]  # of the target's most probable token
     entropies: list[float]
-    text: str
-    answer: str | None
+    text: str  # without control tokens
+    answer: str | None  # `final_answer` of the text; None if the limit cut it off
     finish_reason: str
     num_rounds: int
-    exact_text: str | None
+    exact_text: str | None  # of the target alone; None if that was not decoded
     exact_answer: str | None
 
 

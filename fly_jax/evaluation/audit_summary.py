@@ -73,31 +73,22 @@ class ClassCount:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The figures of one audit.
-
-    Attributes:
-      regret: of all rescues together, in nats; None if one is infinite.
-      windows: rescues by the fate of their window; "none" where the rule has no window.
-      windows_failed: mismatches that were deferred and then rolled back.
-      compared: prompts of which the target's own text is known; `texts_differ` is of these.
-      answered: of these, those where both texts came to their end within the limit, and
-        `answers_differ` those of them whose final answer is another.
-    """
+    """The figures of one audit."""
 
     rule: str
     prompts: int
     tokens: int
     rescues: int
-    regret: float | None
+    regret: float | None  # of all rescues together, in nats; None if one is infinite
     pairs: tuple[PairCount, ...]
     classes: dict[str, ClassCount]
-    windows: dict[str, int]
-    windows_failed: int
+    windows: dict[str, int]  # rescues by the fate of their window; "none" without one
+    windows_failed: int  # mismatches that were deferred and then rolled back
     refusals: dict[str, int]
-    compared: int
-    texts_differ: int
-    answered: int
-    answers_differ: int
+    compared: int  # prompts of which the target's own text is known
+    texts_differ: int  # of these
+    answered: int  # of these, those where both texts came to their end within the limit
+    answers_differ: int  # of these, those whose final answer is another
 
     @property
     def rescues_per_100_tokens(self) -> float:

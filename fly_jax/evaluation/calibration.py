@@ -37,10 +37,8 @@ def fill_memory(
     The memory is saved now and then and at the end; an interrupted run goes on after the last whole
     batch in the file. Where several processes decode on one mesh, all see the corrections of all
     rows, and the first one has the file; the others return what they counted. `models` tells this
-    pair from others, so that a run does not go on with another one.
-
-    Raises:
-      FlyJaxError: it cannot be written, or is no memory of this vocabulary and of this run.
+    pair from others, so that a run does not go on with another one. FlyJaxError where the file
+    cannot be written, or is no memory of this vocabulary and of this run.
     """
     memory, start = begin_memory(
         path, pair.tokenizer.digest, prompts, num_speculative_tokens, max_new_tokens, models

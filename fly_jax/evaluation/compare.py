@@ -35,20 +35,11 @@ _FEW_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class RuleResult:
-    """The figures of one rule on all prompts, in all turns.
-
-    Attributes:
-      seconds: of decoding; prefill and compilation are not counted.
-      num_accepted_tokens: of the draft tokens that the target saw, rescued ones included.
-      first_token_seconds: the median prompt's, from when it was handed in.
-      inter_token_seconds: from a token to the next one, the median prompt's.
-      accepted_by_position: of the drafts, the share in which the token at each position was kept.
-      draft_share: of a round's seconds; None where it was not measured, or no model drafts.
-    """
+    """The figures of one rule on all prompts, in all turns."""
 
     name: str
     num_tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of decoding; prefill and compilation are not counted
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -56,10 +47,10 @@ class RuleResult:
     num_checked: int = 0
     num_correct: int = 0
     speeds: tuple[float, ...] = ()
-    first_token_seconds: float | None = None
-    inter_token_seconds: float | None = None
-    accepted_by_position: tuple[float, ...] = ()
-    draft_share: float | None = None
+    first_token_seconds: float | None = None  # the median prompt's, from when it was handed in
+    inter_token_seconds: float | None = None  # from a token to the next one, the median prompt's
+    accepted_by_position: tuple[float, ...] = ()  # the share of drafts whose token there was kept
+    draft_share: float | None = None  # of a round's seconds, where it was measured and models draft
     by_category: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     texts: tuple[str, ...] = ()
 
@@ -166,7 +157,8 @@ def compare(
     """Decodes the same prompts with every rule, in turns, a few prompts at a time.
 
     Everything is compiled before the first measurement. Each rule has an engine of its own; only
-    the one that decodes holds its caches.
+    the one that decodes holds its caches. FlyJaxError for no prompt, an empty one, one longer than
+    the context, or no draft model.
 
     Args:
       configs: the rules by name, the baseline first; `DecodingConfig.side_by_side` if not given.
@@ -175,9 +167,6 @@ def compare(
       categories: of each prompt, for figures of each category where prompts are decoded alone.
       check: whether a prompt's continuation is correct; None where that cannot be said.
       memory: what every rule that uses one begins with; it is copied.
-
-    Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, or no draft model.
     """
     if not prompts:
         raise FlyJaxError("No prompt was given; a comparison needs at least one.")

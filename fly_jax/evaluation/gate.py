@@ -39,20 +39,14 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """A setting that meets a bound, and its figures on prompts that it was not found on.
-
-    Attributes:
-      varied: the names of what was varied in the config.
-      checked: those prompts, decoded with it, and `exact`, decoded exactly.
-      num_tried: settings that were decoded with; all but the last missed the bound.
-    """
+    """A setting that meets a bound, and its figures on prompts that it was not found on."""
 
     config: DecodingConfig
-    varied: tuple[str, ...]
+    varied: tuple[str, ...]  # the names of what was varied in the config
     bound: Bound
-    checked: Tally
-    exact: Tally
-    num_tried: int
+    checked: Tally  # those prompts, decoded with it
+    exact: Tally  # and exactly
+    num_tried: int  # settings that were decoded with; all but the last missed the bound
 
     @property
     def rate(self) -> float:

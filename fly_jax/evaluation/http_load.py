@@ -21,20 +21,13 @@ _TIMES = ("ttft", "tpot", "itl", "e2el")
 
 @dataclasses.dataclass
 class ClientReply:
-    """A streamed answer as a client saw it; times are in seconds.
-
-    Attributes:
-      ttft: from asking to the first text, as `e2el` is to the end; None without any.
-      itl: between one piece of text and the next.
-      num_tokens: of the answer; pieces of text where the server does not say.
-      metrics: the server's own of this request, from ours and from vLLM.
-    """
+    """A streamed answer as a client saw it; times are in seconds, metrics the server's own."""
 
     text: str = ""
-    ttft: float | None = None
-    itl: list[float] = dataclasses.field(default_factory=list)
-    e2el: float = 0.0
-    num_tokens: int = 0
+    ttft: float | None = None  # from asking to the first text; None without any
+    itl: list[float] = dataclasses.field(default_factory=list)  # from one piece of text to the next
+    e2el: float = 0.0  # from asking to the end
+    num_tokens: int = 0  # of the answer; pieces of text where the server does not say
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -21,21 +21,14 @@ from fly_jax.verification.rules import Rule, Why, accept
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The rounds of some prompts' continuations, on the host.
-
-    Attributes:
-      evidence: the target's, [rounds, K + 1].
-      room: tokens that could settle before the prompt's limit, as `count` did.
-      prompt: its index, of `num_prompts` that were decoded.
-      why: a `Why` for each token of the block, the bonus token included.
-    """
+    """The rounds of some prompts' continuations, on the host."""
 
     draft_tokens: Int[np.ndarray, "rounds draft"]
-    evidence: TargetEvidence
+    evidence: TargetEvidence  # the target's, [rounds, K + 1]
     num_drafted: Int[np.ndarray, " rounds"]
-    room: Int[np.ndarray, " rounds"]
-    prompt: Int[np.ndarray, " rounds"]
-    why: Int[np.ndarray, "rounds block"]
+    room: Int[np.ndarray, " rounds"]  # tokens that could settle before the limit, as `count` did
+    prompt: Int[np.ndarray, " rounds"]  # its index, of `num_prompts` that were decoded
+    why: Int[np.ndarray, "rounds block"]  # a `Why` for each token, the bonus token included
     count: Int[np.ndarray, " rounds"]
     num_prompts: int
 

@@ -30,29 +30,18 @@ _PROMPT: Callable[[Record], str] = operator.itemgetter("prompt")
 
 
 class Task(NamedTuple):
-    """A set of items, and how they are asked and judged.
+    """A set of items, and how they are asked and judged."""
 
-    Attributes:
-      files: names of its file, of which one has to be there.
-      built_in: what is read where none is.
-      fields: what a line needs, with the types that JSON gives.
-      key: the field that names an item; empty for its number in the file.
-      ask: a user's message.
-      begin: what a model without a chat template continues.
-      stops: texts before which that ends.
-      is_right: whether an answer is; of code by running it.
-    """
-
-    files: tuple[str, ...]
-    fields: Mapping[str, type]
-    ask: Callable[[Record], str]
-    is_right: Callable[[Record, str], bool]
-    key: str = ""
-    begin: Callable[[Record], str] = _PROMPT
-    stops: tuple[str, ...] = ()
+    files: tuple[str, ...]  # names of its file, of which one has to be there
+    fields: Mapping[str, type]  # what a line needs, with the types that JSON gives
+    ask: Callable[[Record], str]  # a user's message
+    is_right: Callable[[Record, str], bool]  # whether an answer is; of code by running it
+    key: str = ""  # the field that names an item; empty for its number in the file
+    begin: Callable[[Record], str] = _PROMPT  # what a model without a chat template continues
+    stops: tuple[str, ...] = ()  # texts before which that ends
     max_new_tokens: int = 512
     runs_code: bool = False
-    built_in: Path | None = None
+    built_in: Path | None = None  # what is read where no file is
 
 
 class Item(NamedTuple):

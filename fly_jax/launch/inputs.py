@@ -44,21 +44,14 @@ _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt, or a conversation, to continue.
+    """A prompt, or a conversation, to continue."""
 
-    Attributes:
-      text: the prompt; of a conversation its last message.
-      source: where it comes from, as an error names it.
-      is_question: what follows is an answer, not more of the same text.
-      category: of a set of prompts, where the file says so.
-    """
-
-    text: str
-    source: str
+    text: str  # the prompt; of a conversation its last message
+    source: str  # where it comes from, as an error names it
     problem: Problem | None = None
     messages: tuple[Mapping[str, str], ...] = ()
-    is_question: bool = False
-    category: str = ""
+    is_question: bool = False  # what follows is an answer, not more of the same text
+    category: str = ""  # of a set of prompts, where the file says so
 
 
 @dataclasses.dataclass(frozen=True)

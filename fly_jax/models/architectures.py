@@ -46,27 +46,9 @@ _YARN_SCALING = _STRETCHED | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The configuration of a Llama or its kin: all that is static under `jit`; hashable.
+    """The configuration of a Llama or its kin: all that is static under `jit`; hashable."""
 
-    Attributes:
-      vocab_size: tokens that it takes; each has a row of the embedding, unless there is a
-        `draft_vocab_size`.
-      max_context: positions the model was trained for.
-      tied_embeddings: the unembedding is the embedding (Llama 3.2).
-      bos_token_id: token that begins a text, which the tokenizer may put before a prompt, if any.
-      architecture: the family, one of `ARCHITECTURES`.
-      attention_biases: queries, keys and values have biases (Qwen 2).
-      head_norms: each head's queries and keys are normalised before they are rotated (Qwen 3).
-      sliding_window: tokens that a layer with a window sees, the token itself among them.
-      windowed_layers: the layers that have it (Mistral 0.1: all), in ascending order.
-      unrotated_layers: layers without rotary positions (SmolLM3), in ascending order.
-      draft_vocab_size: rows of the embedding of a drafter that knows only the most frequent of its
-        target's tokens; the last row stands for all others, which it never proposes. None where
-        each token has a row. Of a head these are rows of the unembedding alone, all of tokens.
-      head: what makes it a head of a target; None for other models.
-    """
-
-    vocab_size: int
+    vocab_size: int  # each has a row of the embedding, unless there is a `draft_vocab_size`
     embed_size: int
     ffw_size: int
     num_layers: int
@@ -77,15 +59,18 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | YarnScaling | None = None
     norm_epsilon: float = 1e-5
-    tied_embeddings: bool = False
-    bos_token_id: int | None = 1
+    tied_embeddings: bool = False  # the unembedding is the embedding (Llama 3.2)
+    bos_token_id: int | None = 1  # begins a text; the tokenizer may put it before a prompt
     eos_token_ids: tuple[int, ...] = (2,)
-    architecture: str = "llama"
-    attention_biases: bool = False
-    head_norms: bool = False
-    sliding_window: int | None = None
-    windowed_layers: tuple[int, ...] = ()
-    unrotated_layers: tuple[int, ...] = ()
+    architecture: str = "llama"  # the family, one of `ARCHITECTURES`
+    attention_biases: bool = False  # of queries, keys and values (Qwen 2)
+    head_norms: bool = False  # of each head's queries and keys, before they are rotated (Qwen 3)
+    sliding_window: int | None = None  # tokens that a layer with one sees, itself among them
+    windowed_layers: tuple[int, ...] = ()  # those that have it (Mistral 0.1: all), ascending
+    unrotated_layers: tuple[int, ...] = ()  # without rotary positions (SmolLM3), ascending
+    # Rows of the embedding of a drafter that knows only the most frequent of its target's tokens;
+    # the last row stands for all others, which it never proposes. None where each token has a row.
+    # Of a head these are rows of the unembedding alone, all of tokens.
     draft_vocab_size: int | None = None
     pard_token: int | None = None
     head: TargetHead | None = None
@@ -156,29 +141,21 @@ Fields = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A family of models: what it has beyond Llama, in the words of its `config.json`.
-
-    Attributes:
-      fields: of `LlamaConfig`, the same in all its models.
-      read: the fields of `LlamaConfig` that differ from model to model, from the fields of a
-        `config.json` and the number of layers. May raise as a wrong kind of field does.
-      written: the fields of a `config.json` that are its own.
-      defaults: of fields that its `config.json` may leave out, where they are not Llama's.
-      refused: fields of transformers' class for the family that no published model sets, and that
-        are not run.
-      gguf: its name in GGUF files, where it is known there.
-      gguf_pairs: GGUF files have the two numbers of a rotary pair side by side.
-    """
+    """A family of models: what it has beyond Llama, in the words of its `config.json`."""
 
     name: str
     class_name: str
+    # Fields of `LlamaConfig`: those that are the same in all its models, and the others, from those
+    # of a `config.json` and the number of layers. May raise as a wrong kind of field does.
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read: Callable[[Mapping[str, Any], int], Fields] = lambda hf, num_layers: {}
+    # Fields of its `config.json`: its own, those that it may leave out, where they are not Llama's,
+    # and those of transformers' class that no published model sets, and that are not run.
     written: Callable[[LlamaConfig], Fields] = lambda config: {}
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refused: tuple[str, ...] = ()
-    gguf: str | None = None
-    gguf_pairs: bool = False
+    gguf: str | None = None  # its name in GGUF files, where it is known there
+    gguf_pairs: bool = False  # GGUF files have the two numbers of a rotary pair side by side
 
 
 def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
@@ -321,9 +298,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
     """The configuration that the fields of a `config.json` describe; errors name the source.
 
     v4 keeps `rope_theta` and `rope_scaling` at the top level, v5 puts both into `rope_parameters`.
-
-    Raises:
-      FlyJaxError: an unknown family or rotary scaling, or a field that is missing or wrong.
+    FlyJaxError for an unknown family or rotary scaling, or a field that is missing or wrong.
     """
     try:
         head = None
@@ -500,18 +475,13 @@ def read_json(path: Path) -> Fields:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixType:
-    """A type of matrices of integers, with scales.
-
-    Attributes:
-      dtype: of the integers.
-      group: so many consecutive inputs share a scale, or the largest divisor of them that the last
-        axis of the inputs takes; None for one scale for every output.
-      outer: the embedding and the unembedding are integers, too.
-    """
+    """A type of matrices of integers, with scales."""
 
     dtype: np.dtype
+    # So many consecutive inputs share a scale, or the largest divisor of them that the last axis of
+    # the inputs takes; None for one scale for every output.
     group: int | None = None
-    outer: bool = True
+    outer: bool = True  # the embedding and the unembedding are integers, too
 
 
 INT8 = MatrixType(np.dtype(np.int8))
@@ -520,18 +490,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """The shape and type of a parameter.
-
-    Attributes:
-      axes: logical name of each axis.
-      inputs: the axes that a product with it sums over; none for norms and scales.
-      dtype: of a parameter that has its own; None is the model's.
-    """
+    """The shape and type of a parameter."""
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    dtype: np.dtype | None = None
+    axes: tuple[str, ...]  # the logical name of each
+    inputs: tuple[str, ...] = ()  # axes that a product with it sums over; none for norms and scales
+    dtype: np.dtype | None = None  # of a parameter that has its own; None is the model's
 
 
 def parameter_specs(
@@ -539,11 +503,9 @@ def parameter_specs(
 ) -> dict[str, ParameterSpec]:
     """The parameters of a model, by their attribute names. Matrices are stored [in, out].
 
-    An unstacked model on a CPU holds them otherwise (`Llama.unstacked`).
-
-    Args:
-      matrices: the type of matrices that are integers; each has scales in float32, as a parameter
-        of its own (`scale_name`). The embedding's outputs are its rows, which suits both its uses.
+    An unstacked model on a CPU holds them otherwise (`Llama.unstacked`). Those of integers, of the
+    type `matrices`, have scales in float32, as parameters of their own (`scale_name`). The
+    embedding's outputs are its rows, which suits both its uses.
     """
     sizes = {
         "layers": config.num_layers,

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES, NEW_AXES, KVCache, rows_here
 from fly_jax.models.rope_scaling import YarnScaling
+from fly_jax.shapes import Index, RowInts
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 
@@ -89,7 +90,7 @@ Angles = Float[Array, "*batch half"]
 Queries = Float[Array, "rows time heads head"]
 Grouped = Float[Array, "rows time kv_heads group head"]  # by the key/value head that they share
 New = Float[Array, "rows kv_heads time head"]
-Ahead = Int[Array, ""] | int
+Ahead = Index | int
 # A cache; the queries are those of its first rows, and of some of its heads.
 Cached = Float[Array, "layers cached_rows cached_heads capacity head"]
 
@@ -103,8 +104,8 @@ class Part(NamedTuple):
 
 
 def attend_cached(
-    query: Queries, key: New, value: New, cache: KVCache, layer: Int[Array, ""],
-    layout: Layout | None, window: Int[Array, ""] | None = None, ahead: Ahead = 0,
+    query: Queries, key: New, value: New, cache: KVCache, layer: Index,
+    layout: Layout | None, window: Index | None = None, ahead: Ahead = 0,
 ) -> Queries:  # fmt: skip
     """Attends to a layer's entries in the cache and to the pass's own tokens before each query.
 
@@ -115,9 +116,7 @@ def attend_cached(
     an all-gather and two reductions. Otherwise nothing travels.
 
     Args:
-      query: rotated.
-      key: rotated, of the pass's tokens, which follow each row's `cache.length`.
-      layer: whose entries are read.
+      query, key: rotated; the pass's tokens follow each row's `cache.length`.
       window: newest tokens that a query sees, its own among them; None is all.
       ahead: tokens of the pass behind its own that a query sees.
     """
@@ -182,8 +181,8 @@ def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
 
 
 def attend_alone(
-    query: Queries, key: New, value: New, cache: KVCache, layer: Int[Array, ""],
-    window: Int[Array, ""] | None = None, ahead: Ahead = 0,
+    query: Queries, key: New, value: New, cache: KVCache, layer: Index,
+    window: Index | None = None, ahead: Ahead = 0,
 ) -> Queries:  # fmt: skip
     """Attends as `attend_cached` on one device, by loops over rows, queries and blocks of keys.
 
@@ -244,10 +243,10 @@ def attend_alone(
 def _attend_block_by_block(
     queries: Float[Array, "few heads head"],
     kv_heads: int,
-    read: Callable[[Int[Array, ""]], Sequence[Float[Array, "kv_heads block head"]]],
+    read: Callable[[Index], Sequence[Float[Array, "kv_heads block head"]]],
     position: Int[Array, " few"],
     last: Int[Array, " few"],
-    window: Int[Array, ""] | None,
+    window: Index | None,
 ) -> Float[Array, "few heads head"]:
     """Attends with queries up to the last position of each, the softmax merged block by block.
 
@@ -344,8 +343,8 @@ class _Heads(NamedTuple):
 
 
 def _attend_shard(
-    query: Queries, key: New, value: New, keys: Cached, values: Cached, layer: Int[Array, ""],
-    start: Int[Array, " rows"], window: Int[Array, ""] | None, ahead: Ahead, *, heads: _Heads,
+    query: Queries, key: New, value: New, keys: Cached, values: Cached, layer: Index,
+    start: RowInts, window: Index | None, ahead: Ahead, *, heads: _Heads,
     attended: int | None, gathers: bool, more_rows: MeshAxes, lengths: MeshAxes,
 ) -> Queries:  # fmt: skip
     """Attends on one device: its heads, for all rows of its activations, in its part of the cache.
@@ -382,9 +381,9 @@ def _attend(
     value: New,
     keys: Cached,
     values: Cached,
-    layer: Int[Array, ""],
-    start: Int[Array, " rows"],
-    window: Int[Array, ""] | None,
+    layer: Index,
+    start: RowInts,
+    window: Index | None,
     ahead: Ahead,
     *,
     heads: _Heads,
@@ -444,7 +443,7 @@ def _joined(some: Sequence[Array]) -> Array:
     return jnp.pad(jnp.concatenate(some, axis=2), fill)
 
 
-def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | Int[Array, ""], int]:
+def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | Index, int]:
     """The first key/value head here that the query heads here share, and the number of them."""
     needed = max(num_heads // heads.group, 1)
     if needed == kv_heads:

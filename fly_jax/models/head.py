@@ -61,15 +61,10 @@ class Eagle3Head(Head):
         return super().fused(features, matmul)
 
     def run(self, tokens: Tokens, fed: Hidden, cache: KVCache) -> tuple[Hidden, Hidden, NewEntries]:
-        """Runs slots from each row's length on.
+        """Runs slots from each row's length on; the tokens follow the slots' positions.
 
-        Args:
-          tokens: that follow the slots' positions.
-          fed: features of these positions, or what an earlier pass feeds on.
-
-        Returns:
-          Hidden states for `logits`, what is fed to the slot after each one, and what they add to
-          the cache.
+        `fed` are features of these positions, or what an earlier pass feeds on. Returns hidden
+        states for `logits`, what is fed to the slot after each one, and what they add to the cache.
         """
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))

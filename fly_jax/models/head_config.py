@@ -32,19 +32,13 @@ _CLASSES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetHead:
-    """The part of `LlamaConfig` that heads of all kinds have.
-
-    Attributes:
-      layers: of the target, whose inputs are the features; None for the third one, the middle one
-        and the last but two.
-      has_embedding: an embedding of its own, not the target's.
-      has_unembedding: the same of the unembedding, which EAGLE-3 heads always have.
-    """
+    """The part of `LlamaConfig` that heads of all kinds have."""
 
     target_embed_size: int
+    # Of the target, whose inputs are the features; None: the third, the middle, the last but two.
     layers: tuple[int, ...] | None = None
-    has_embedding: bool = False
-    has_unembedding: bool = True
+    has_embedding: bool = False  # of its own, not the target's
+    has_unembedding: bool = True  # the same, which EAGLE-3 heads always have
 
     @property
     def num_features(self) -> int:
@@ -58,44 +52,27 @@ class TargetHead:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3(TargetHead):
-    """An EAGLE-3 head.
+    """An EAGLE-3 head, also one of EAGLE-3.1, which normalises features and what it feeds on."""
 
-    Attributes:
-      feature_norms: features are normalised each by itself, all as one, or not (EAGLE-3.1).
-      residual_is_normed: the residual that the layer adds to is normalised, like its attention's
-        input.
-      feeds_normed: what a pass gives to the next is normalised, as for the unembedding (3.1).
-    """
-
-    feature_norms: Literal["none", "each", "all"] = "none"
-    residual_is_normed: bool = False
-    feeds_normed: bool = False
+    feature_norms: Literal["none", "each", "all"] = "none"  # each by itself, or all as one
+    residual_is_normed: bool = False  # that the layer adds to, like its attention's input
+    feeds_normed: bool = False  # what a pass gives to the next, as for the unembedding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block(TargetHead):
-    """A head that drafts a block in one pass: the text's last token, and masks behind it.
-
-    Attributes:
-      mask_token: stands for those that are wanted.
-      target_num_layers: of the target; None where the files do not say.
-      anchor_predicts: the place of the last token predicts the next one (DSpark), and each mask the
-        one behind it; otherwise each mask predicts the token in its own place (DFlash).
-      markov_rank: of the bias that each token of the vocabulary puts on the next one's logits; 0
-        for none.
-      has_confidence: it says how probable each token is to be accepted.
-      confidence_reads_markov: from the row of the token before, too, that the bias is made of.
-      causal_windows: in a layer with a window a place sees none of the block behind itself.
-    """
+    """A head that drafts a block in one pass: the text's last token, and masks behind it."""
 
     block_size: int
-    mask_token: int
-    target_num_layers: int | None = None
+    mask_token: int  # stands for those that are wanted
+    target_num_layers: int | None = None  # None where the files do not say
+    # The place of the last token predicts the next one (DSpark), and each mask the one behind it;
+    # otherwise each mask predicts the token in its own place (DFlash).
     anchor_predicts: bool = False
-    markov_rank: int = 0
-    has_confidence: bool = False
-    confidence_reads_markov: bool = False
-    causal_windows: bool = False
+    markov_rank: int = 0  # of the bias that each token puts on the next one's logits; 0 for none
+    has_confidence: bool = False  # it says how probable each token is to be accepted
+    confidence_reads_markov: bool = False  # from the bias's row of the token before, too
+    causal_windows: bool = False  # in a layer with a window a place sees none of the block behind
 
     @property
     def most_tokens(self) -> int:
@@ -106,9 +83,7 @@ class Block(TargetHead):
 def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], TargetHead]:
     """Reads a head's `config.json`: the fields of its layers, and what it has besides.
 
-    Raises:
-      FlyJaxError: a head of another kind, an unknown version, or a field that is missing or that
-        is not run.
+    FlyJaxError for a head of another kind, an unknown version, a field that is missing or not run.
     """
     kind, layer = fields.get("speculators_model_type"), fields
     if kind is not None:

@@ -62,11 +62,8 @@ def choose_layouts(
     suffice and by positions if not, and the draft model is whole on every device if it takes no
     more of it than the target does.
 
-    Args:
-      draft: None for decoding with the target alone.
-      chip: what the mesh is made of; None if that is not known.
-      draft_matrices: those of the draft, where they are not of the target's type. A target's own
-        draft, which shares parameters with it, lies as it does.
+    `draft_matrices` are those of the draft, where they are not of the target's type. A target's own
+    draft, which shares parameters with it, lies as it does.
     """
     drafting = dataclasses.replace(workload, matrices=draft_matrices or workload.matrices)
     shares = draft_matrices is not None and not draft_matrices.outer

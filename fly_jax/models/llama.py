@@ -319,9 +319,7 @@ class Llama(nnx.Module):
     ) -> tuple[Hidden, Inputs]:
         """Runs whole sequences as `hidden_and_inputs`, without a cache: training and golden logits.
 
-        Args:
-          visible: query t may look at key s.
-          matmul: replaces the product of activations and weights (training runs it in bfloat16).
+        `visible` is [query, key]; `matmul` replaces the product of activations and weights.
         """
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
         distance = positions[:, :, None] - positions[:, None, :]
@@ -393,8 +391,7 @@ class Llama(nnx.Module):
     def unstacked(self) -> Llama:
         """A model with the same weights, as programs on a CPU take it best if its layers are few.
 
-        It has one array per layer: a scan over stacks copies each layer's matrices out before every
-        product. Its matrices lie as `turns_layers` says. docs/performance.md has the figures.
+        It has one array per layer, as `layers` says; docs/performance.md has the figures.
         """
         if self.is_unstacked:
             return self

@@ -76,12 +76,9 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
     """Makes a drafter of the target itself, without training: its layers' matrices, rounded.
 
     Embedding, norms and unembedding are the target's own arrays, so the drafter lies as the target
-    does. A layer is rounded at a time. The drafter is stacked, of an unstacked target too.
-
-    Args:
-      matrices: one of `SELF_DRAFTS`.
-      held: the type in which the rounded matrices are kept, if another. On a CPU only int8 with a
-        scale for each output is fast.
+    does. A layer is rounded at a time, to one of `SELF_DRAFTS`, and kept in the type `held`, if
+    that is another: on a CPU only int8 with a scale for each output is fast. The drafter is
+    stacked, of an unstacked target too.
     """
     held = held or matrices
     config, layout = target.config, target.layout

@@ -27,16 +27,11 @@ class YarnScaling:
     Pairs of features that turn fewer than `slow_turns` times within `original_context` are
     stretched by `factor`, those that turn more than `fast_turns` times are kept, those between are
     blended, from one pair to the next in equal steps.
-
-    Attributes:
-      original_context: positions that the model was trained for before.
-      attention_factor: that queries and keys are multiplied with.
-      truncate: the band of blended pairs is widened to whole pairs.
     """
 
     factor: float
-    original_context: int
-    attention_factor: float
+    original_context: int  # positions that the model was trained for before
+    attention_factor: float  # that queries and keys are multiplied with
     fast_turns: float = 32.0
     slow_turns: float = 1.0
-    truncate: bool = True
+    truncate: bool = True  # the band of blended pairs is widened to whole pairs

@@ -37,20 +37,15 @@ class Tokenizer:
 
     Text is what the tokens' bytes spell, joined and decoded as UTF-8 with U+FFFD for what is not
     UTF-8. So streamed text, coloured pieces and `decode` agree to the character.
-
-    Attributes:
-      eos_token_ids: every id that ends a text, from the tokenizer and the model's configuration.
-      control_token_ids: every token that is no text (begin, end, padding, headers, unknown),
-        sorted: never rescued, and left out of decoded text.
-      chat_template: the Jinja template of a conversation, if any.
-      special_tokens: the tokens a template may name, such as `{"bos_token": "<s>"}`.
     """
 
     vocabulary: Vocabulary
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # that end a text, by the tokenizer and the configuration
+    # Every token that is no text (begin, end, padding, headers, unknown), sorted: never rescued,
+    # and left out of decoded text.
     control_token_ids: tuple[int, ...]
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
+    chat_template: str | None  # the Jinja template of a conversation, if any
+    special_tokens: Mapping[str, str]  # that a template may name, such as `{"bos_token": "<s>"}`
 
     @property
     def vocab_size(self) -> int:
@@ -77,9 +72,8 @@ class Tokenizer:
     ) -> str:
         """The tokens' text; control tokens are left out unless asked for.
 
-        Args:
-          continues: the text goes on behind another one, so that a first space is its own; many
-            tokenizers put one before a text, and take it away again.
+        A text that `continues` goes on behind another one, so that a first space is its own: many
+        tokenizers put one before a text, and take it away again.
         """
         stream = TextStream(self, skip_special_tokens, continues=continues)
         return stream.push(ids) + stream.finish()
@@ -115,11 +109,8 @@ class Tokenizer:
         its own controls, where SentencePiece may put another space. Marks of a template that are no
         tokens, as "[INST]" of Llama 2, are the same text whoever writes them.
 
-        Args:
-          messages: such as `{"role": "user", "content": "Hello"}`, in order.
-
-        Raises:
-          FlyJaxError: the tokenizer has no chat template, or the template refuses the messages.
+        Messages are such as `{"role": "user", "content": "Hello"}`, in order. FlyJaxError where the
+        tokenizer has no chat template, or the template refuses them.
         """
         if self.chat_template is None:
             raise FlyJaxError(
@@ -187,9 +178,7 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
 
     `tokenizer.json` is preferred to `tokenizer.model`; `tokenizer_config.json`, `config.json` and
     `generation_config.json` add what they say about the ends of texts, if they are there.
-
-    Raises:
-      FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
+    FlyJaxError for no tokenizer in the folder, or a file that cannot be read.
     """
     path = folder / "tokenizer_config.json"
     both = (folder / "special_tokens_map.json", path)  # older files name them in the first alone

@@ -68,20 +68,14 @@ def _remedies(
 
 @dataclasses.dataclass(frozen=True)
 class DraftPass:
-    """A draft model in one layout and type.
-
-    Attributes:
-      seconds: roofline time of a pass over one token; of one that drafts all of a round, of that.
-      network_seconds: of these, between chips.
-      num_bytes: that a chip holds of it, its cache included; `fits` with the target beside it.
-    """
+    """A draft model in one layout and type."""
 
     rules: str
     matrices: str
-    seconds: float
-    network_seconds: float
-    num_bytes: int
-    fits: bool
+    seconds: float  # roofline time of a pass over one token, or over all of a round if so drafted
+    network_seconds: float  # of these, between chips
+    num_bytes: int  # that a chip holds of it, its cache included
+    fits: bool  # with the target beside it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,17 +115,8 @@ def default_round(num_speculative_tokens: int) -> RoundSpec:
 class PlanSpec:
     """A pair, its sizes, and the chips that a plan is made for.
 
-    Attributes:
-      self_draft: the draft is the target itself, its matrices rounded to this type.
-      below: draft models below the draft, each proposing to the one before it.
-      level_accepted_tokens: tokens that a pass over such a proposal gives in the mean.
-      context: prompt and new tokens of a row.
-      prompt_length: tokens of each prompt; None for all of the context but one.
-      prefill_chunk: of a server, prompt tokens between two rounds; None for known prompts, as
-        `generate` has them.
-      rules: of a server, as in `Engine`.
-      mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
-      compiles: ask the compiler; False counts from shapes, as always where there is none.
+    A server has `rules`, as an `Engine`, and a `prefill_chunk`, the prompt tokens between two
+    rounds; None for known prompts, as `generate` has them.
     """
 
     target: LlamaConfig
@@ -133,17 +124,17 @@ class PlanSpec:
     chip: Chip
     mesh: MeshSpec
     int8: bool = False
-    self_draft: MatrixType | None = None
-    below: tuple[LlamaConfig, ...] = ()
-    level_accepted_tokens: float | None = None
-    context: int = 8192
-    prompt_length: int | None = None
+    self_draft: MatrixType | None = None  # the draft is the target, its matrices rounded to this
+    below: tuple[LlamaConfig, ...] = ()  # draft models, each proposing to the one before it
+    level_accepted_tokens: float | None = None  # mean of a pass over such a proposal
+    context: int = 8192  # prompt and new tokens of a row
+    prompt_length: int | None = None  # None for all of the context but one
     rows: int = 1
     rounds: RoundSpec = dataclasses.field(default_factory=lambda: default_round(PUBLISHED_K))
     prefill_chunk: int | None = None
     rules: tuple[Rule, ...] = ()
-    mean_accepted_tokens: float | None = None
-    compiles: bool = True
+    mean_accepted_tokens: float | None = None  # None for what FLy's authors publish
+    compiles: bool = True  # False counts from shapes, as always where there is no compiler
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -45,26 +45,20 @@ _Model = tuple[Layout, LlamaConfig, Workload]
 class Step:
     """A step (of `STEPS`) on each chip; see `Plan.to_dict` for the names that JSON has.
 
-    Attributes:
-      peak_bytes: most memory at a time, with what the engine holds beside the step.
-      argument_bytes: parameters, caches and the like, read or not.
-      work: operations and memory traffic, from shapes, and `seconds` their roofline time.
-      exchanges: from the program; from shapes where no compiler was asked or it does not fit.
-      copies: of caches and stacks of matrices; None where exchanges are from shapes.
-      hlo: the program's text; empty where no compiler was asked or it does not fit.
-      compile_seconds: that the compiler took; None where it was not asked.
+    Exchanges are from the program, or from shapes where no compiler was asked or it does not fit:
+    then the copies, of caches and stacks of matrices, are None, and the program's text is empty.
     """
 
     name: str
-    peak_bytes: int
-    argument_bytes: int
+    peak_bytes: int  # most memory at a time, with what the engine holds beside the step
+    argument_bytes: int  # parameters, caches and the like, read or not
     temporary_bytes: int
     exchanges: tuple[Exchange, ...]
-    work: Work
-    seconds: float
+    work: Work  # from shapes
+    seconds: float  # roofline time of the work
     copies: tuple[Copy, ...] | None = None
     hlo: str = dataclasses.field(default="", repr=False)
-    compile_seconds: float | None = None
+    compile_seconds: float | None = None  # None where no compiler was asked
 
     @property
     def source(self) -> str:

@@ -18,20 +18,14 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The answer to a `PlanSpec`.
-
-    Attributes:
-      largest_batch: rows that fit with this context; 0 for none.
-      largest_context: tokens that fit with these rows; 0 for none.
-      remedies: one line for each change with which it would fit; empty if it fits.
-    """
+    """The answer to a `PlanSpec`."""
 
     spec: PlanSpec
     layouts: Layouts
     steps: tuple[Step, ...]
-    largest_batch: int
-    largest_context: int
-    remedies: tuple[str, ...]
+    largest_batch: int  # rows that fit with this context; 0 for none
+    largest_context: int  # tokens that fit with these rows; 0 for none
+    remedies: tuple[str, ...]  # a line for each change with which it would fit; empty if it fits
 
     @property
     def peak_bytes(self) -> int:

@@ -172,11 +172,9 @@ MOST_DRAFTED = 64
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each step.
+    """Seconds of each step; a pass of the draft model may draft all tokens at once.
 
-    Attributes:
-      drafts_at_once: a pass of the draft model drafts all tokens.
-      verify: the target's pass over K + 1 tokens; each further one adds `verify_token`.
+    `verify` is the target's pass over K + 1 tokens; each further one adds `verify_token`.
     """
 
     draft_pass: float

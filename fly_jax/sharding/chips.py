@@ -14,34 +14,20 @@ from fly_jax.errors import FlyJaxError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """An accelerator and the network between several; bandwidths are in bytes per second.
-
-    Attributes:
-      kinds: beginnings of JAX's `device_kind`.
-      memory_bytes: what a program may use.
-      flops: bfloat16 operations per second; int8 matrices are widened and run at this rate too.
-      link_bandwidth: of what a chip sends along one axis of a mesh (on a torus, both ways
-        together), or through the switch.
-      step_seconds: latency of one hop on a torus, or of one pass through the switch.
-      vector_memory: bytes that stay in the chip between two operations: its vector memory, or its
-        last cache.
-      slices: shapes in which the chip is sold with its own network; empty for one behind a switch.
-      domain: chips behind one switch; 0 where there is none.
-      network_bandwidth: of what it sends beyond its switch; `network_seconds` is the latency there.
-    """
+    """An accelerator and the network between several; bandwidths are in bytes per second."""
 
     name: str
-    kinds: tuple[str, ...]
-    memory_bytes: float
+    kinds: tuple[str, ...]  # beginnings of JAX's `device_kind`
+    memory_bytes: float  # what a program may use
     memory_bandwidth: float
-    flops: float
-    link_bandwidth: float
-    step_seconds: float
-    vector_memory: float
-    slices: tuple[str, ...] = ()
-    domain: int = 0
-    network_bandwidth: float = 0.0
-    network_seconds: float = 0.0
+    flops: float  # bfloat16 operations per second; int8 matrices are widened and run at this rate
+    link_bandwidth: float  # along one axis of a mesh (on a torus, both ways), or to the switch
+    step_seconds: float  # latency of one hop on a torus, or of one pass through the switch
+    vector_memory: float  # bytes that stay between two operations, in it or in the last cache
+    slices: tuple[str, ...] = ()  # shapes that it is sold in; empty for one behind a switch
+    domain: int = 0  # chips behind one switch; 0 where there is none
+    network_bandwidth: float = 0.0  # of what it sends beyond its switch
+    network_seconds: float = 0.0  # latency there
 
     @property
     def is_tpu(self) -> bool:
@@ -58,9 +44,8 @@ class Chip:
         share. Behind switches it passes the switch with what is exchanged between chips of one, and
         then the network beyond, where every chip passes on the share that is left to it.
 
-        Args:
-          num_bytes: of the whole result on one device.
-          stride: devices from one of a group to the next: those along the axes inside.
+        `num_bytes` are of the whole result on one device, and `stride` is devices from one of a
+        group to the next: those along the axes inside.
         """
         sizes = [size for size in sizes if size > 1]
         if not sizes:

@@ -154,12 +154,9 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     JAX's variable JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS leaves out those that compile faster.
     Call it before anything is compiled. The folder must be one that only trusted people can write
     to: what lies in it is run. Returns where the programs of this JAX and this kind of machine
-    lie, or None, and raises FlyJaxError if it cannot write there.
-
-    Args:
-      folder: "off" or "none" for no cache. None takes the environment variable
-        FLY_JAX_COMPILATION_CACHE, else the folder of JAX_COMPILATION_CACHE_DIR as it is, else one
-        of the user's own.
+    lie, or None, and raises FlyJaxError if it cannot write there. The folder may be "off" or "none"
+    for no cache. None takes the environment variable FLY_JAX_COMPILATION_CACHE, else the folder of
+    JAX_COMPILATION_CACHE_DIR as it is, else one of the user's own.
     """
     if (kept := kept_folder(folder, VARIABLE, "xla")) is None:
         jax.config.update("jax_enable_compilation_cache", False)

@@ -73,10 +73,8 @@ def _read(file: Path) -> Iterator[tuple[int, Document]]:
 class Expected(NamedTuple):
     """A document's tokens, and those that the teacher finds most probable next, with shares.
 
-    All but the tokens stays on disk until it is looked at.
-
-    Attributes:
-      features: inputs of some of the teacher's layers side by side, the bits of bfloat16 numbers.
+    All but the tokens stays on disk until it is looked at. Features are inputs of some of the
+    teacher's layers side by side, the bits of bfloat16 numbers.
     """
 
     tokens: Int32[np.ndarray, " length"]
@@ -176,12 +174,7 @@ def _most_likely(
 
 
 class HeardRow(NamedTuple):
-    """A row of documents, or with a leading axis a batch of them, with the teacher's figures.
-
-    Attributes:
-      likely: tokens that it expects instead of `tokens[t + 1]`, with `shares` for probabilities.
-      features: inputs of some of its layers at `tokens[t]`, the bits of bfloat16 numbers.
-    """
+    """A row of documents, or with a leading axis a batch, with the figures of `Expected`."""
 
     row: Row
     likely: Int32[np.ndarray, "length few"]

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.llama import Llama, Parameters
+from fly_jax.shapes import Index
 from fly_jax.training.expectations import Expected, HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
@@ -55,12 +56,12 @@ class Kind(NamedTuple):
 
 def _attending(
     row: Row, kept: _Kept
-) -> Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, tuple[Array, Array]]]:
+) -> Callable[[Index, Array, Array, Array], tuple[Array, tuple[Array, Array]]]:
     """Attention of a step to the first one, and to all later ones at its own slot."""
     visible = seen_within(row)[:, None, None]
 
     def attend(
-        layer: Int[Array, ""], query: Array, key: Array, value: Array
+        layer: Index, query: Array, key: Array, value: Array
     ) -> tuple[Array, tuple[Array, Array]]:
         steps = [(keys[layer], values[layer]) for keys, values in kept] + [(key, value)]
         (keys, values), own = steps[0], steps[1:]
@@ -119,7 +120,7 @@ def _dspark_scores(
     blocks = jnp.concatenate((tokens[..., None], masks), axis=2)
     positions = jnp.arange(time)[:, None] + jnp.arange(own.block_size)
 
-    def attend(layer: Int[Array, ""], query: Array, key: Array, value: Array) -> tuple[Array, None]:
+    def attend(layer: Index, query: Array, key: Array, value: Array) -> tuple[Array, None]:
         keys, values = context.keys[layer], context.values[layer]
         key, value = (one.reshape(*blocks.shape, *one.shape[2:]) for one in (key, value))
         grouped = query.reshape(*key.shape[:4], -1, key.shape[4]) * key.shape[4] ** -0.5

@@ -37,11 +37,8 @@ _MEASURED, _BEFORE = "mean_accepted_tokens", "negative_step"
 class Recipe:
     """A model and its training run.
 
-    Attributes:
-      learning_rate: at its peak, to which it rises in `warmup_steps` and from which it falls to 0
-        in the last part of the steps, the `decay_share`.
-      stop_step: step at which the run ends before its schedule does; None for `num_steps`.
-      loss: of a batch, by the model's shape and its parameters.
+    The learning rate rises in `warmup_steps` to its peak, and falls from it to 0 in the last part
+    of the steps, the `decay_share`. The loss of a batch is by the model's shape and its parameters.
     """
 
     config: LlamaConfig
@@ -52,7 +49,7 @@ class Recipe:
     warmup_steps: int = 60
     decay_share: float = 0.3
     seed: int
-    stop_step: int | None = None
+    stop_step: int | None = None  # where the run ends before its schedule does
     loss: Callable[[LlamaConfig, dict[str, Array], Any], Array]
 
     @property
@@ -62,18 +59,12 @@ class Recipe:
 
 
 class Row(NamedTuple):
-    """A row of packed documents, or with a leading axis a batch of them.
+    """A row of packed documents, or with a leading axis a batch of them."""
 
-    Attributes:
-      tokens: one more than there are predictions.
-      weights: of the loss of predicting `tokens[t + 1]`; zero from one document to the next.
-      segments: numbers of the row's documents from 1 on; `positions` count within one from 0.
-    """
-
-    tokens: Int32[np.ndarray, length + 1]
-    weights: Float32[np.ndarray, " length"]
-    segments: Int32[np.ndarray, length + 1]
-    positions: Int32[np.ndarray, length + 1]
+    tokens: Int32[np.ndarray, length + 1]  # one more than there are predictions
+    weights: Float32[np.ndarray, " length"]  # of predicting the next token; 0 between documents
+    segments: Int32[np.ndarray, length + 1]  # numbers of the row's documents from 1 on
+    positions: Int32[np.ndarray, length + 1]  # within each document, from 0
 
 
 # A `Row`, or a tree of arrays that has one and what is said of its tokens.

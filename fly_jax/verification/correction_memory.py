@@ -64,17 +64,13 @@ class CorrectionMemory:
     It holds at most `capacity` pairs. When one more comes, an eighth of them is dropped: those with
     the lowest counts, and among equal ones those that were not seen for the longest time. The
     device gets the `num_keys` most frequent of the pairs with a count above `min_count`.
+    FlyJaxError for a negative `min_count`, or no room for a pair.
 
     Attributes:
       vocabulary: digest of the tokens that the ids mean; see `Tokenizer.digest`.
-      min_count: a pair is looked up only if it was counted more often than this.
-      capacity: most pairs that are counted.
       num_keys: pairs on the device, and so the size of `keys`.
       note: text for its file, of whoever fills the memory.
       version: grows whenever a pair becomes or ceases to be one to look up.
-
-    Raises:
-      FlyJaxError: a negative `min_count`, or no room for a pair.
     """
 
     vocabulary: str

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.shapes import RowKeys, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
 from fly_jax.verification.reductions import AxisNames, Found, Local, finite_or_zero
@@ -78,7 +79,6 @@ class Needs:
     Others are not computed. `a | b` asks for what either asks for; FlyJaxError for two entropies.
 
     Attributes:
-      entropy: the entropy to measure, if any.
       full_entropy: the entropy over the whole vocabulary, in nats, besides any other.
       top: so many of the most probable tokens, with their log-probabilities.
     """
@@ -100,16 +100,11 @@ class Needs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopTokens:
-    """The target's most probable tokens at each position, in its plain softmax, in nats.
+    """The target's most probable tokens at each position, in its plain softmax, in nats."""
 
-    Attributes:
-      ids: the most probable first; of equal ones the lowest id.
-      replacement_log_prob: of `TargetEvidence.replacement`, whether it is among them or not.
-    """
-
-    ids: Int32[Array, "*rows positions count"]
+    ids: Int32[Array, "*rows positions count"]  # the most probable first; of equals the lowest
     log_probs: Float32[Array, "*rows positions count"]
-    replacement_log_prob: Float32[Array, "*rows positions"]
+    replacement_log_prob: Float32[Array, "*rows positions"]  # whether it is among them or not
 
 
 @jax.tree_util.register_dataclass
@@ -123,8 +118,7 @@ class TargetEvidence:
 
     Attributes:
       argmax: the target's most probable token; of equal ones the lowest id.
-      argmax_logit: its raw logit.
-      draft_logit: the target's raw logit of the draft token.
+      argmax_logit, draft_logit: the raw logits of that token and of the draft token.
       log_sum_exp: of the raw logits, over the whole vocabulary.
       draft_log_prob: log-probability, in nats, of the draft token in the distribution that is
         decoded from: the processed one when sampling, otherwise the plain softmax.
@@ -132,7 +126,6 @@ class TargetEvidence:
       replacement: the token that follows if the block ends here. Greedy: the argmax. Sampled: a
         draw from the residual, or from the target where there is no draft token (the bonus token).
       entropy: by the measure asked for, of the raw logits.
-      full_entropy: over the whole vocabulary, in nats.
       scaled_uniform: when sampling, u q(x): the lossless rule took the draft token iff its
         probability is above this; -1 in rows that are decoded greedily, None where all are.
     """
@@ -177,6 +170,7 @@ def evidence(
     replaced by a draw from norm(max(0, p - q)), so that what is emitted has exactly the target's
     distribution p (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). p and q are
     processed by the same `sampling`. The entropy always comes from raw, untempered logits.
+    FlyJaxError for shapes that do not fit together, or a `sampling` without a key.
 
     Args:
       logits: the target's raw logits; positions = draft + 1.
@@ -190,9 +184,6 @@ def evidence(
       layout: where the logits are sharded: its mesh, and its mapping of the logical axes "rows"
         and "vocab"; None on one device. Numbers are the same but for the rounding of
         sums in another order, and draws use the same noise.
-
-    Raises:
-      FlyJaxError: if shapes do not fit together, or sampling lacks a key.
     """
     rows, num_draft = draft_tokens.shape
     if logits.shape[:2] != (rows, num_draft + 1):
@@ -220,28 +211,21 @@ def evidence(
 
 
 class EvidenceInputs(NamedTuple):
-    """The inputs of `reduced`; on a mesh, one device's rows and its shard of the vocabulary.
-
-    Attributes:
-      draft: the draft tokens, `ABSENT` where nothing was drafted.
-      sampling: with numbers for each row; None for greedy rows alone. The rest is for sampling:
-      draft_logits: what the draft was sampled from, or None.
-      draft_probs: the same as probabilities, already processed, or None.
-      uniform: noise that decides whether a draft token is accepted.
-      gumbel: noise that decides which token follows.
-    """
+    """The inputs of `reduced`; on a mesh, one device's rows and its shard of the vocabulary."""
 
     logits: Float[Array, "rows positions local"]
-    draft: Int32[Array, "rows positions"]
-    sampling: Sampling | None = None
+    draft: Int32[Array, "rows positions"]  # the tokens, `ABSENT` where nothing was drafted
+    sampling: Sampling | None = None  # with numbers for each row; None for greedy rows alone
+    # What the draft was sampled from; or the same as probabilities, already processed.
     draft_logits: Float[Array, "rows positions local"] | None = None
     draft_probs: Float[Array, "rows positions local"] | None = None
+    # Noise that decides whether a draft token is accepted, and which token follows.
     uniform: Float32[Array, "rows positions"] | None = None
     gumbel: Float32[Array, "rows positions local"] | None = None
 
 
 def draw_noise(
-    row_keys: Key[Array, " rows"], positions: Int[Array, "rows time"], vocab_size: int
+    row_keys: RowKeys, positions: Tokens, vocab_size: int
 ) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time vocab"]]:
     """The uniform and Gumbel noise of each position of a block, from the key of its row alone."""
     # Two keys for each position, made in one go: programs with fewer hashes compile faster.

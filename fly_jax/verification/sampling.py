@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_INT, check_parameters, parameter
+from fly_jax.shapes import RowKeys, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
@@ -112,15 +113,13 @@ def sample(
     """Draws a token per position: the most probable one, or one of the processed distribution.
 
     A position's draw depends on its own key alone: neither on other positions nor on the mesh.
+    FlyJaxError for a `sampling` without keys.
 
     Args:
       logits: raw logits of the whole vocabulary, of rows first.
       sampling: what to draw from; None for the most probable token, the lowest id of equal ones.
       keys: a PRNG key for each position, needed with `sampling`.
       layout: where the logits are sharded, as in `evidence`; None on one device.
-
-    Raises:
-      FlyJaxError: if `sampling` is given without keys.
     """
     lead = logits.shape[:-1]
     noise = None
@@ -170,7 +169,7 @@ def sample_at(
     return sample(logits, sampling, keys, layout)
 
 
-def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> Key[Array, " rows"]:
+def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> RowKeys:
     """A key for each row: the given ones, or the given one folded with the row's index."""
     if key is None:
         raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
@@ -186,9 +185,7 @@ def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> Key[Array, 
     return key
 
 
-def position_keys(
-    row_keys: Key[Array, " rows"], positions: Int[Array, "rows time"]
-) -> Key[Array, "rows time"]:
+def position_keys(row_keys: RowKeys, positions: Tokens) -> Key[Array, "rows time"]:
     """The keys of positions: each row's key folded with the position."""
     return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(row_keys, positions)
 

@@ -41,13 +41,8 @@ def verify(
 
     Under `jit` the rule and the sampling are ordinary arguments: their numbers are data, each a
     scalar or one for each row, and other numbers are no other program. Only `layout` is static.
-    It is `evidence` and then `accept`; see these for the other arguments.
-
-    Args:
-      rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
-
-    Raises:
-      FlyJaxError: shapes that do not fit together, or something that is needed was not given.
+    `Exact()` is lossless, and `per_row` unites several rules. It is `evidence` and then `accept`;
+    see these for the other arguments, and for what is a FlyJaxError.
     """
     logits = truncated(rule.support, logits, protected=protected, layout=layout)
     seen = evidence(
@@ -181,8 +176,7 @@ def truncated(
 
     Args:
       support: a rule without memory and budget, its numbers scalars; None returns the logits.
-      protected: see `accept`.
-      layout: see `evidence`.
+      protected, layout: see `accept` and `evidence`.
     """
     if support is None:
         return logits

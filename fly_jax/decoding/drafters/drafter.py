@@ -146,7 +146,6 @@ class Drafter(abc.ABC):
             since from `length - 1` on.
           text: the rows' tokens, with room for `room(num_speculative_tokens)` more.
           length: tokens of each row, at least 1.
-          num_speculative_tokens: K, the width of the draft.
         """
 
     def observe(
@@ -155,7 +154,6 @@ class Drafter(abc.ABC):
         """Learns the fate of the draft.
 
         Args:
-          state: as `propose` has left it.
           hidden: the target's hidden states of the block, each row's last token and its draft
             tokens; None unless `needs_hidden`.
           live: rows that were not finished before.

@@ -80,11 +80,8 @@ def look_up(
     """Finds each row's own suffix earlier in the row, and what followed it there.
 
     The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's
-    multi-level acceleration.
-
-    Returns:
-      The proposed tokens, how many of them are real (0 where nothing matches), and the length of
-      the match, longer n-grams than those that are looked for included.
+    multi-level acceleration. Returns the proposed tokens, how many of them are real (0 where
+    nothing matches), and the length of the match, longer n-grams than are looked for included.
     """
     capacity = text.shape[1]
     ends = jnp.arange(capacity, dtype=jnp.int32)  # position of a candidate's last token

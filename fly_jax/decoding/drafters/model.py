@@ -409,15 +409,10 @@ def caught_up(
 ) -> tuple[_Carry, RowInts, Index]:
     """Feeds rows the text that a cache lacks, `width` tokens a pass.
 
-    Args:
-      feed: makes a pass over `width` tokens of each row from where it is told.
-      length: tokens that each row's cache has.
-      needed: tokens that each row is to have at least.
-      latest: where a pass may begin at the latest; None for `needed`, behind which the text must
-        have `width` more.
-
-    Returns:
-      The carry, the tokens that each row's cache has now, and the passes that it took.
+    `feed` makes a pass over `width` tokens of each row from where it is told. Each row's cache has
+    `length` tokens, and is to have `needed` at least. No pass begins behind `latest`; None is
+    `needed`, behind which the text must have `width` more. Returns the carry, the tokens that each
+    row's cache has now, and the passes that it took.
     """
     latest = needed if latest is None else latest
 

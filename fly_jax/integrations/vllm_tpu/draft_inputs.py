@@ -16,41 +16,29 @@ from fly_jax.decoding.drafters.lookup import Lookup, look_up
 
 
 class TargetStep(NamedTuple):
-    """A step of the target, of all requests one after the other.
+    """A step of the target, of all requests one after the other."""
 
-    Attributes:
-      tokens: that it took in; the rest is padding.
-      positions: theirs, in their requests' texts.
-      starts: where each request's tokens begin, and where the last one's end.
-      lengths: tokens of each request, those of this step included.
-      next_token: what follows the tokens that were kept of each request.
-      num_rejected: tokens at the end of each request's that were not kept.
-    """
-
-    tokens: Int[Array, " tokens"]
-    positions: Int[Array, " tokens"]
-    starts: Int[Array, " requests+1"]
-    lengths: Int[Array, " requests"]
-    next_token: Int[Array, " requests"]
-    num_rejected: Int[Array, " requests"]
+    tokens: Int[Array, " tokens"]  # that it took in; the rest is padding
+    positions: Int[Array, " tokens"]  # theirs, in their requests' texts
+    starts: Int[Array, " requests+1"]  # where each request's tokens begin, and the last one's end
+    lengths: Int[Array, " requests"]  # of each text, the tokens of this step included
+    next_token: Int[Array, " requests"]  # what follows the tokens that were kept
+    num_rejected: Int[Array, " requests"]  # tokens at the end of each that were not kept
     num_requests: Int[Array, " 1"]
 
 
 class Context(NamedTuple):
     """The draft model's inputs after a pass of the target, in the same layout.
 
-    Attributes:
-      tokens: those that the target kept, and then the request's next one.
-      last: where each request's next token is.
-      distribution: the attention kernel's: requests that take in one token, those that take in a
-        part of a prompt, and all of them.
+    The distribution is the attention kernel's: requests that take in one token, those that take in
+    a part of a prompt, and all of them.
     """
 
-    tokens: Int32[Array, " more"]
+    tokens: Int32[Array, " more"]  # those that the target kept, and then the request's next one
     positions: Int32[Array, " more"]
     starts: Int32[Array, " requests+1"]
     lengths: Int32[Array, " requests"]
-    last: Int32[Array, " requests"]
+    last: Int32[Array, " requests"]  # where each request's next token is
     distribution: Int32[Array, " 3"]
 
 
@@ -106,17 +94,11 @@ _NOWHERE = np.iinfo(np.int32).max
 
 
 class Progress(NamedTuple):
-    """The state of drafting with a lookup.
+    """The state of drafting with a lookup."""
 
-    Attributes:
-      text: of each request, and behind it what has been drafted.
-      length: tokens of it that are no drafts.
-      num_drafted: so many; K where it is padding.
-    """
-
-    text: Int32[Array, "requests capacity"]
-    length: Int32[Array, " requests"]
-    num_drafted: Int32[Array, " requests"]
+    text: Int32[Array, "requests capacity"]  # of each request, and behind it what has been drafted
+    length: Int32[Array, " requests"]  # tokens of it that are no drafts
+    num_drafted: Int32[Array, " requests"]  # so many; K where it is padding
 
 
 class Pass(NamedTuple):

@@ -54,17 +54,11 @@ class RequestPlaces:
 
 
 class StepRows(NamedTuple):
-    """The rows of one step.
+    """The rows of one step."""
 
-    Attributes:
-      rule: one number for each row everywhere.
-      slots: where each row's budget lies; `num_slots` for a row that is padding.
-      is_new: rows whose budget has not been touched.
-    """
-
-    rule: Rule
-    slots: Int32[np.ndarray, " rows"]
-    is_new: Bool[np.ndarray, " rows"]
+    rule: Rule  # one number for each row everywhere
+    slots: Int32[np.ndarray, " rows"]  # where each budget lies; `num_slots` for padding
+    is_new: Bool[np.ndarray, " rows"]  # those whose budget has not been touched
 
 
 class RowRules:

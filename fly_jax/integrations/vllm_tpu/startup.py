@@ -58,10 +58,9 @@ def asked_for(
 ) -> dict[str, Any] | None:
     """The settings that are asked for; None if none are. FlyJaxError for a wrong one.
 
-    Args:
-      given: `additional_config["fly_jax"]`, if it is there. `{}` asks for FLy as published.
-      environment: `FLY_JAX_RULE` asks too, and the other names, in capitals, are read then; `given`
-        takes precedence.
+    What is `given` is `additional_config["fly_jax"]`, if it is there; `{}` asks for FLy as
+    published. In the environment `FLY_JAX_RULE` asks too, and the other names, in capitals, are
+    read then; what is given takes precedence.
     """
     if given is None and f"{_VARIABLE}RULE" not in environment:
         return None
@@ -107,13 +106,10 @@ def _in_additional_config() -> Iterator[None]:
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
     """The rule of one request; FlyJaxError where it cannot have one, or makes another program.
 
-    Any error in it is the request's fault, not the engine's.
-
-    Args:
-      override: `SamplingParams.extra_args["fly_jax"]` of the request, if it is there, or that as
-        JSON: "rule" may be "exact", and the numbers of the engine's rule may be others.
-      temperature: of the request. The rule csd is greedy, and requests that sample are decoded
-        exactly with it.
+    Any error in it is the request's fault, not the engine's. The override is its
+    `SamplingParams.extra_args["fly_jax"]`, if it is there, or that as JSON: "rule" may be "exact",
+    and the numbers of the engine's rule may be others. The rule csd is greedy, and requests that
+    sample are decoded exactly with it.
     """
     if isinstance(override, str):  # the OpenAI-compatible server hands on no objects
         with contextlib.suppress(ValueError):

@@ -42,19 +42,12 @@ _AGAIN = "remove the folder and convert again"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The content of `conversion.json`.
+    """The content of `conversion.json`."""
 
-    Attributes:
-      config: as in a Hugging Face `config.json`.
-      source: size and time of change of each file that the weights come from, by its path.
-      dtype: of the stored matrices; with int8, all else is float32.
-      files: size of every file below `orbax/`; None while the conversion is not finished.
-    """
-
-    config: dict[str, Any]
-    source: dict[str, list[int]]
-    dtype: StoredType
-    files: dict[str, int] | None = None
+    config: dict[str, Any]  # as in a Hugging Face `config.json`
+    source: dict[str, list[int]]  # size and time of change of each file of the weights, by its path
+    dtype: StoredType  # of the stored matrices; with int8, all else is float32
+    files: dict[str, int] | None = None  # sizes of those below `orbax/`; None while not finished
 
     def write(self, folder: Path) -> None:
         """Replaces the folder's record as a whole."""

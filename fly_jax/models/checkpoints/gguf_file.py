@@ -36,18 +36,12 @@ _MOST_SIZES = 4
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file.
+    """A tensor of a file."""
 
-    Attributes:
-      shape: rows first, as Hugging Face has it.
-      begin: place of its first byte in the file.
-      stored: type and shape of what lies there; blocks of numbers are bytes.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # rows first, as Hugging Face has it
     kind: gguf.GGMLQuantizationType
-    begin: int
-    stored: tuple[np.dtype, tuple[int, ...]]
+    begin: int  # place of its first byte in the file
+    stored: tuple[np.dtype, tuple[int, ...]]  # of what lies there; blocks of numbers are bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -326,19 +326,13 @@ def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> S
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-      shape: as stored; matrices are [out, in].
-      dtype: as the header spells it, such as "BF16".
-      begin, end: places of its first byte and of the one after it, from the header's end on.
-    """
+    """A tensor of a checkpoint."""
 
     file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    begin: int
-    end: int
+    shape: tuple[int, ...]  # as stored; matrices are [out, in]
+    dtype: str  # as the header spells it, such as "BF16"
+    begin: int  # place of its first byte, from the header's end on
+    end: int  # place of the one after it
 
     def mapped(self) -> np.ndarray:
         """The numbers in a mapped file, read as they are looked at."""

@@ -53,6 +53,7 @@ from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerp
 from fly_jax.models.llama import Llama, parameter_sharding, turns_layers
 from fly_jax.models.quantise import quantised, quantised_rows
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from fly_jax.shapes import Index
 from fly_jax.sharding.mesh import forget_oldest, kept_folder, make_folder
 from fly_jax.sharding.rules import Layout
 
@@ -142,6 +143,9 @@ def load_llama(
 ) -> Llama:
     """Loads weights straight into their place.
 
+    FlyJaxError as `open_weights`, for a weight that is NaN or infinite, or a drafter's `token_rows`
+    that are none of its rows.
+
     Beyond its devices' parts of the model, a process needs memory for its parts of one group (a
     layer, or the embedding) a few times over. For a model that is `unstacked` on a CPU it needs
     hardly any, unless it is small: the arrays are the bytes that were converted, in a mapped file
@@ -158,10 +162,6 @@ def load_llama(
       weights_cache: folder that keeps what was converted for one device; "off" or "none" for none.
         None takes the environment variable FLY_JAX_WEIGHTS_CACHE, else a folder of the user's own.
       say: gets a sentence where such a file is damaged, or cannot be kept.
-
-    Raises:
-      FlyJaxError: what `open_weights` raises, a weight is NaN or infinite, or a drafter's
-        `token_rows` are none of its rows.
     """
     source = open_weights(checkpoint) if isinstance(checkpoint, Path) else checkpoint.source
     config = source.config
@@ -233,12 +233,8 @@ def read_group(
 ) -> dict[str, Array]:
     """Reads the parameters of a group, as `Llama` takes them but without the axis `layers`.
 
-    Args:
-      config: the source's, or with a smaller vocabulary.
-      dtype: of those that have no type of their own.
-
-    Raises:
-      FlyJaxError: a file is damaged, or a weight is NaN or infinite.
+    The config is the source's, or has a smaller vocabulary; `dtype` is of those without a type of
+    their own. FlyJaxError for a damaged file, or a weight that is NaN or infinite.
     """
     wanted = group.specs(config, int8=int8 or source.int8)
     arrange = jax.jit(
@@ -302,9 +298,7 @@ def _zeros(sizes: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...]) -> dict[st
 
 
 @functools.partial(jax.jit, donate_argnames=("stacks",))
-def _insert(
-    stacks: dict[str, Array], parts: dict[str, Array], layer: Int[Array, ""]
-) -> dict[str, Array]:
+def _insert(stacks: dict[str, Array], parts: dict[str, Array], layer: Index) -> dict[str, Array]:
     return {
         name: jax.lax.dynamic_update_index_in_dim(stacks[name], part, layer, axis=0)
         for name, part in parts.items()

@@ -53,15 +53,11 @@ class Scaled(Packing):
     """A packing of 8-bit floats or integers, with a scale for each matrix, output, or block.
 
     DeepSeek's `fp8`, Meta's `fbgemm_fp8`, and `compressed-tensors`.
-
-    Attributes:
-      scale: what the scales' names end with.
-      block: outputs and inputs of a block; None for a scale of each output or matrix.
     """
 
     name: str
-    scale: str = "weight_scale"
-    block: tuple[int, int] | None = None
+    scale: str = "weight_scale"  # what the scales' names end with
+    block: tuple[int, int] | None = None  # [outputs, inputs]; None for each output, or the matrix
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """The weights, and scales of one of the shapes that these formats have."""
@@ -115,18 +111,12 @@ class Awq(Packing):
 
 @dataclasses.dataclass(frozen=True)
 class Gptq(Packing):
-    """The packing of GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several in one int32.
-
-    Attributes:
-      group: inputs that share a scale; -1 for all of them.
-      is_ordered: the checkpoint names each input's group.
-      zero_offset: added to zero points: one, but in `gptq_v2`.
-    """
+    """The packing of GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several in one int32."""
 
     bits: int
-    group: int
-    is_ordered: bool
-    zero_offset: int
+    group: int  # inputs that share a scale; -1 for all of them
+    is_ordered: bool  # the checkpoint names each input's group
+    zero_offset: int  # added to zero points: one, but in `gptq_v2`
     name: str = "gptq"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
@@ -153,18 +143,12 @@ class Gptq(Packing):
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Packing):
-    """The "pack-quantized" of `compressed-tensors`: 4 or 8 bits, several inputs in one int32.
-
-    Attributes:
-      group: inputs that share a scale; None for one of each output.
-      is_ordered: the checkpoint names each input's group.
-      is_symmetric: there are no zero points.
-    """
+    """The "pack-quantized" of `compressed-tensors`: 4 or 8 bits, several inputs in one int32."""
 
     bits: int
-    group: int | None
-    is_ordered: bool
-    is_symmetric: bool
+    group: int | None  # inputs that share a scale; None for one of each output
+    is_ordered: bool  # the checkpoint names each input's group
+    is_symmetric: bool  # without zero points
     name: str = "pack-quantized"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:

@@ -63,14 +63,13 @@ def is_gguf(path: Path) -> bool:
 def resolve(name_or_path: str, revision: str | None = None) -> Path:
     """Finds a checkpoint: a local folder or GGUF file, else what a hub id gives.
 
+    FlyJaxError where it is neither, has two revisions or is local and has one, or the hub is out of
+    reach or refuses.
+
     Args:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
         revision, `meta-llama/Llama-3.1-8B-Instruct@main`.
       revision: branch, tag or commit of a hub id that names none itself.
-
-    Raises:
-      FlyJaxError: it is neither, it has two revisions or is local and has one, or the hub is out of
-        reach or refuses.
     """
     try:
         path = Path(name_or_path).expanduser()

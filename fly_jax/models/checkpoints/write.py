@@ -77,16 +77,14 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
     """Writes a checkpoint as Orbax checkpoints, from which any mesh reads its parts.
 
     It needs memory for one group: a layer, or the embedding. What an earlier run has made is kept.
+    FlyJaxError for a damaged source or weights that are not finite, or an output that holds
+    something else, is damaged or has too little room.
 
     Args:
       source: folder of a Hugging Face checkpoint, or of one converted to another type; or a GGUF
         file.
       output: a folder that is new, empty, or holds an unfinished conversion of this kind.
       dtype: of the weights; int8 quantises matrices and keeps the rest in float32.
-
-    Raises:
-      FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
-        something else, is damaged or has too little room.
     """
     checkpoint = open_weights(source)
     if isinstance(checkpoint, GgufSource):  # its tokenizer can be made, before work is done

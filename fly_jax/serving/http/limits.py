@@ -27,20 +27,15 @@ _SECRET = secrets.token_bytes(32)  # without which nobody can look for the key o
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """Bounds on what clients may do; the help of serve's flags describes each.
-
-    Attributes:
-      allowed_hosts: names, without a port, by which the server may be called; none for any.
-      api_keys: requests have to bring one of them; if there are none, no key is asked for.
-    """
+    """Bounds on what clients may do; the help of serve's flags describes each."""
 
     max_queue: int = 256
     max_body: int = 2 * 2**20
     request_timeout: float = 600.0
     client_timeout: float = 30.0
     max_connections: int = 512
-    allowed_hosts: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names, without a port; none for any
+    api_keys: tuple[str, ...] = ()  # if there are none, no key is asked for
 
     def cache_salt(self, authorization: str, given: str | None) -> str:
         """The digest of key and salt that requests must have in common to share prefixes."""

@@ -22,15 +22,10 @@ _GREEDY_BELOW = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class RequestBuilder:
-    """A builder of the engine's requests: as the server decodes, but for what a client gives.
+    """A builder of the engine's requests: as the server decodes, but for what a client gives."""
 
-    Attributes:
-      config: of requests that do not say; its temperature is theirs.
-      rules: expressions of the loosened rules that a request may ask for.
-    """
-
-    config: DecodingConfig
-    rules: tuple[str, ...]
+    config: DecodingConfig  # of requests that do not say; its temperature is theirs
+    rules: tuple[str, ...]  # expressions of the loosened ones that a request may ask for
 
     @classmethod
     def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> RequestBuilder:

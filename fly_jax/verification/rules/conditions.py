@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.shapes import DraftFlags, DraftTokens, RowInts
 from fly_jax.verification.correction_memory import is_remembered
 from fly_jax.verification.data import STATIC, Count, Number, Switch, column, data_tree, log, taken
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence
@@ -61,7 +62,6 @@ class Verdict:
     A row emits its first `num_accepted` draft tokens and then `next_token`.
 
     Attributes:
-      next_token: the target's token that follows them.
       next_why: `Why.CORRECTED` or `Why.BONUS`.
       why: a `Why` for every draft position; only the first refused one says what refused it.
       regret: what each kept rescue takes from the row's risk budget, 0 elsewhere; None without one.
@@ -82,7 +82,7 @@ class RuleState:
 
     budget: Float32[Array, " rows"] | None = None
 
-    def after(self, verdict: Verdict, count: Int[Array, " rows"]) -> RuleState:
+    def after(self, verdict: Verdict, count: RowInts) -> RuleState:
         """The state once the first `count` tokens of each row's block have been emitted."""
         if self.budget is None or verdict.regret is None:
             return self
@@ -123,7 +123,7 @@ class Seen:
     """The inputs of conditions, at the draft positions only; `CorrectionMemory.keys`, if any."""
 
     evidence: TargetEvidence
-    draft_tokens: Int[Array, "rows draft"]
+    draft_tokens: DraftTokens
     memory: Int32[Array, "pairs 2"] | None
 
 
@@ -131,11 +131,8 @@ class Condition:
     """A demand on a mismatch, considered on its own; one decision per position.
 
     A condition is a frozen dataclass under `data_tree`. Its numbers may be one for each row: they
-    meet [rows, draft] as `column(number)`.
-
-    Attributes:
-      why: what a refusal by it is called.
-      uses_memory: it reads `Seen.memory`.
+    meet [rows, draft] as `column(number)`. `why` is what a refusal by it is called; one that
+    `uses_memory` reads `Seen.memory`.
     """
 
     why: ClassVar[Why] = Why.REFUSED_GATE
@@ -146,7 +143,7 @@ class Condition:
         """The needs beyond what every evidence has; none by default."""
         return Needs()
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """Tells where this condition lets a mismatch be rescued."""
         raise NotImplementedError
 
@@ -163,7 +160,7 @@ class Undecided(Condition):
         """The entropy, measured with the gate off too so that an audit can show it."""
         return Needs(entropy=self.measure)
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """Tells where H >= threshold, or everywhere if the gate is off."""
         return entropy_gate(seen.evidence, self.threshold)
 
@@ -174,7 +171,7 @@ class Near(Condition):
 
     nats: Number
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """Tells where max z - z(x) <= nats."""
         return seen.evidence.gap <= column(self.nats)
 
@@ -185,7 +182,7 @@ class Probable(Condition):
 
     threshold: Number
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """Tells where p(x) >= threshold."""
         return seen.evidence.log_prob >= column(log(self.threshold))
 
@@ -202,7 +199,7 @@ class TypicalEnough(Condition):
         """The entropy of the whole softmax."""
         return Needs(full_entropy=True)
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """Tells where ln p(x) > min(ln epsilon, ln delta - H)."""
         found, remedy = seen.evidence.full_entropy, "needs=rule.needs to evidence"
         entropy = asked_for(found, "the full entropy", remedy)
@@ -219,7 +216,7 @@ class Lenient(Condition):
 
     lenience: Number
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """Tells where u < p(x) / (lenience q(x)), with the very u that decided about the token."""
         found = seen.evidence
         near = found.gap <= column(-log(self.lenience))
@@ -236,7 +233,7 @@ class Remembered(Condition):
     why: ClassVar[Why] = Why.REFUSED_MEMORY
     uses_memory: ClassVar[bool] = True
 
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
+    def holds(self, seen: Seen) -> DraftFlags:
         """The pair (draft token, argmax) is among the memory's keys."""
         name, remedy = "the keys of a CorrectionMemory", "memory=memory.keys() to accept"
         keys = asked_for(seen.memory, name, remedy)
@@ -255,7 +252,7 @@ class Window:
     size: Count
     kind: WindowKind = dataclasses.field(default="paper", metadata=STATIC)
 
-    def is_clean(self, mismatch: Bool[Array, "rows draft"]) -> Bool[Array, "rows draft"]:
+    def is_clean(self, mismatch: DraftFlags) -> DraftFlags:
         """Tells where the window after a position has none of the row's mismatches."""
         followers = jnp.asarray(column(self.size))
         if self.kind == "reference":
@@ -268,7 +265,7 @@ class Window:
         last = jnp.broadcast_to(last, mismatch.shape)
         return taken(count, last) == count
 
-    def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
+    def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> DraftFlags:
         """Tells where the whole window lies within the row's block."""
         return column(self.size) <= end[:, None] - jnp.arange(1, num_draft + 1)
 
@@ -277,9 +274,7 @@ class Window:
 class Clause:
     """Conditions and windows, all of which must hold for a mismatch to be rescued.
 
-    Attributes:
-      conditions: in the order in which a refusal is looked for.
-      enabled: the rows that have this clause; None if all have.
+    A refusal is looked for in their order. `enabled` are the rows with this clause, None for all.
     """
 
     conditions: tuple[Condition, ...]
@@ -301,11 +296,11 @@ class Clause:
     def judge(
         self,
         seen: Seen,
-        mismatch: Bool[Array, "rows draft"],
-        barred: Bool[Array, "rows draft"],
-        affordable: Bool[Array, "rows draft"] | None,
+        mismatch: DraftFlags,
+        barred: DraftFlags,
+        affordable: DraftFlags | None,
         end: Int32[Array, " rows"],
-    ) -> tuple[Bool[Array, "rows draft"], Int[Array, "rows draft"]]:
+    ) -> tuple[DraftFlags, Int[Array, "rows draft"]]:
         """Tells where it allows a rescue, and gives the `Why` of each refusal.
 
         Nothing can rescue `barred` tokens. `affordable` marks mismatches within the risk budget,

@@ -29,10 +29,9 @@ class Fly(Loose):
       - the target gives the draft token a probability above 0 (in float32; with sampling, also
         after top-k and top-p), and neither it nor the target's argmax is protected.
 
-    With sampling the lossless rule is rejection sampling. Fly then rescues only what that has
-    refused and never redraws what it has accepted, so that the emitted distribution is no longer
-    the target's: it is moved towards the draft's, at undecided positions, by the probability that
-    the draft token is refused and its window clean. The gate always sees untempered logits.
+    With sampling the emitted distribution is moved towards the draft's, at undecided positions, by
+    the probability that the draft token is refused and its window clean. The gate always sees
+    untempered logits.
 
     Attributes:
       entropy_threshold: in the unit of `entropy`; `GATE_OFF` or less switches the gate off.

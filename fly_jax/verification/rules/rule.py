@@ -117,10 +117,8 @@ class Exact(Rule):
 
     Greedy, that is the target's most probable token. With sampling it is rejection sampling: what
     is emitted has exactly the target's processed distribution (Leviathan et al., arXiv 2211.17192;
-    Chen et al., arXiv 2302.01318). The draws are made with the evidence.
-
-    Attributes:
-      support: the target's distribution is first cut to the support of this rule; see `truncated`.
+    Chen et al., arXiv 2302.01318). The draws are made with the evidence. With a `support` the
+    target's distribution is first cut to that of this rule; see `truncated`.
     """
 
     support: Loose | None = None
@@ -152,14 +150,9 @@ class Loose(Rule):
 
 @data_tree
 class Combination(Loose):
-    """A rule made of two.
+    """A rule made of two: "&" rescues what both would, "|" what either would.
 
-    Attributes:
-      operator: "&" rescues what both would, "|" what either would.
-      left, right: loosened rules, with the same entropy if both have one.
-
-    Raises:
-      FlyJaxError: a rule that cannot be combined, too many of them, or different entropies.
+    FlyJaxError for a rule that cannot be combined, too many of them, or different entropies.
     """
 
     operator: Literal["&", "|"] = dataclasses.field(metadata=STATIC)
@@ -209,10 +202,8 @@ class Budget(Loose):
       - the rule rescues it;
       - the request's budget is not spent, and the regrets of this request's rescues up to and
         including this one do not exceed it.
-    With a budget of 0, and once the budget is spent, decoding is lossless.
-
-    Raises:
-      FlyJaxError: a negative budget, or a budget around a budget.
+    With a budget of 0, and once the budget is spent, decoding is lossless. FlyJaxError for a
+    negative budget, or a budget around a budget.
     """
 
     rule: Loose
@@ -256,15 +247,9 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
     The result has the alternatives of all rules, with a number for each row, and switches each off
     in the rows whose rule lacks it. Two batches run the same program if their rules differ only in
     numbers and in the order of rows. A server therefore passes as `like` a rule of every kind that
-    a request may ask for: every batch then runs the same program. It works on the host; rules that
-    read an entropy must all read the same.
-
-    Args:
-      rules: of each row; every number in them one number.
-      like: rules whose alternatives and limits the program has as well, without rows.
-
-    Raises:
-      FlyJaxError: a rule whose numbers are arrays of one for each row, or that cuts the target.
+    a request may ask for, whose alternatives and limits the program then has as well: every batch
+    runs the same program. It works on the host; rules that read an entropy must all read the same.
+    FlyJaxError for a rule whose numbers are arrays of one for each row, or that cuts the target.
     """
     if any(rule.support is not None for rule in (*rules, *like)):
         raise FlyJaxError(
@@ -321,6 +306,8 @@ def accept(
 ) -> Verdict:
     """Keeps a prefix of every row's draft. Pure, and cheap: it works on [rows, draft] only.
 
+    FlyJaxError where the evidence is of another draft, or the rule lacks what it asks for.
+
     Args:
       evidence: of the same draft tokens, made with the rule's `needs`.
       protected: True for tokens that must not take part in a rescue, neither as the draft token nor
@@ -331,9 +318,6 @@ def accept(
       memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
       state: of the rows, for a rule with a `budget`: begins as `rule.initial_state`, and goes on as
         `RuleState.after`.
-
-    Raises:
-      FlyJaxError: the evidence is of another draft, or the rule lacks what it asks for.
     """
     rows, num_draft = draft_tokens.shape
     if evidence.accepted.shape != (rows, num_draft + 1):

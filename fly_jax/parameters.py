@@ -92,22 +92,32 @@ def parameter(
     default: Any,
     help: str,
     *,
-    name: str = "",
+    name: str | None = None,
     kind: type | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     choices: Sequence[str] = (),
+    word: str = "",
+    flag: bool = True,
     static: bool = False,
-    **given: Any,
 ) -> Any:
     """Declares a dataclass field that is a parameter.
 
     Args:
+      default: the value if none is given.
+      help: one line, without a full stop.
       name: of the flag and the TOML key; the field's own if not given.
       kind: of the values; that of the default if not given, and a text where that is None.
+      low, high, above, below, choices, word, flag: as in `Parameter`.
       static: part of a rule's structure: another value is another program. Numbers are data.
-      **given: bounds and the like, as in `Parameter`, which has the other arguments too.
     """
     kind = kind or (str if default is None else type(default))
-    declared = Parameter(name, "", kind, default, help, choices=tuple(choices), **given)
+    declared = Parameter(
+        name or "", "", kind, default, help,
+        low, high, above, below, tuple(choices), word, flag,
+    )  # fmt: skip
     return dataclasses.field(default=default, metadata={_KEY: declared, "static": static})
 
 

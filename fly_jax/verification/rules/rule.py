@@ -47,11 +47,9 @@ class Rule:
 
     Attributes:
       support: the loosened rule to whose support the target is cut; None where it is not.
-      budget: the risk budget that every request begins with, in nats; None for no such limit.
     """
 
     support: Loose | None = None
-    budget: Number | None = None
 
     def __post_init__(self) -> None:
         check_parameters(self)
@@ -70,6 +68,11 @@ class Rule:
     def uses_memory(self) -> bool:
         """Tells whether the rule looks mismatches up in a memory of corrections."""
         return any(condition.uses_memory for condition in self._conditions())
+
+    @property
+    def budget(self) -> Number | None:
+        """The risk budget that every request begins with, in nats; None for no such limit."""
+        return None
 
     def initial_state(self, num_rows: int) -> RuleState:
         """The state of rows of which the rule has seen nothing."""
@@ -221,7 +224,7 @@ class Budget(Loose):
             )
 
     @property
-    def budget(self) -> Number | None:  # type: ignore[override]
+    def budget(self) -> Number | None:
         """The budget that every request begins with."""
         return self.total
 

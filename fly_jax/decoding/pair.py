@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,14 @@ from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.llama import Llama, for_backend, lies_on_cpu, runs_unstacked, separates_layers
+from fly_jax.models.llama import (
+    LARGE_BYTES,
+    Llama,
+    for_backend,
+    lies_on_cpu,
+    runs_unstacked,
+    separates_layers,
+)
 from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.chips import chip_of
@@ -176,10 +184,21 @@ class OpenPair:
         return is_model or self.self_draft is not None
 
     @property
-    def default_dtype(self) -> Dtype:
-        """The weights' type where none is asked for: the fastest here. Starts JAX's backend."""
+    def float_dtype(self) -> Dtype:
+        """The type of what stays a float, where none is asked for. Starts JAX's backend."""
         is_small = self.target.path == EMBEDDED_PAIR[0]
         return "float32" if is_small or jax.default_backend() == "cpu" else "bfloat16"
+
+    def default_dtype(self, num_devices: int) -> Dtype:
+        """The weights' type where none is asked for: the fastest on so many devices.
+
+        One CPU device decodes a large model two to three times as fast in int8, and no loss was
+        seen (docs/weights.md). A draft made of the target's own matrices needs them whole.
+        """
+        specs = parameter_specs(self.target.config).values()
+        is_large = 4 * sum(math.prod(one.shape) for one in specs) >= LARGE_BYTES
+        alone = num_devices == 1 and jax.default_backend() == "cpu"
+        return "int8" if alone and is_large and self.self_draft is None else self.float_dtype
 
     def check_drafting(self, config: DecodingConfig) -> None:
         """Raises FlyJaxError for drafts that cannot draft as the config says."""
@@ -284,8 +303,9 @@ def load_pair(
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.
       dtype: of the weights and the caches; None takes float32 for the embedded pair and on
-        CPUs, and bfloat16 for other models on accelerators. "int8" is for matrices, with that
-        type for the rest; those of a folder converted to int8 are int8 with any of them.
+        CPUs, and bfloat16 for other models on accelerators, but int8 on one CPU device for a target
+        of a gibibyte in float32 and more. "int8" is for matrices, with that type for the rest;
+        those of a folder converted to int8 are int8 with any of them.
       workload: what will be decoded, or None for one row of some thousand tokens; it decides how
         both models lie on the mesh, not what can be decoded afterwards.
       weights_cache: folder that keeps what was converted for one device, and "off" for none; it
@@ -306,12 +326,12 @@ def load_pair(
         # Has no effect once something else has started JAX's backend.
         prepare_devices(spec, num_processes())
     devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
-    dtype = dtype or opened.default_dtype
+    dtype = dtype or opened.default_dtype(devices.size)
     int8, stored_int8 = dtype == "int8", opened.target.source.int8
     own = None if opened.self_draft is None else self_draft_type(opened.self_draft)
     if own is not None:
         check_self_draft(own, int8=int8 or stored_int8)
-    width = jnp.dtype(opened.default_dtype if int8 else dtype)
+    width = jnp.dtype(opened.float_dtype if int8 else dtype)
     # Padding of a larger vocabulary is left out.
     vocab_size = min(one.config.vocab_size for one in (opened.target, *opened.drafts))
     layouts: Layouts | None = None

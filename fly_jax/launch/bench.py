@@ -108,7 +108,7 @@ def _run(values: _BenchFlags) -> None:
         "machine": describe(),
         "target": values.target or "embedded",
         "draft": list(values.draft),
-        "dtype": values.dtype or inputs.models.default_dtype,
+        "dtype": values.dtype or inputs.models.default_dtype(inputs.mesh.size),
         "decoding": unusual(config),
         "prompts": len(kept),
         **sizes,

@@ -170,7 +170,8 @@ def _fill(values: _CalibrateFlags, path: Path, inputs: Inputs) -> None:
     from fly_jax.models.checkpoints.source import identity
 
     which = ""
-    dtype = values.dtype or inputs.models.default_dtype  # starts the backend, in all processes
+    # Starts the backend, in all processes.
+    dtype = values.dtype or inputs.models.default_dtype(inputs.mesh.size)
     with joint_errors():
         if process_id() == 0:
             # Draft models below the first one do not change a token.

@@ -87,7 +87,8 @@ def main(arguments: Sequence[str]) -> None:
 
     folder = Path(values.output or "")
     folder.mkdir(parents=True, exist_ok=True)
-    setting = _setting(values, config, models)
+    dtype = values.dtype or models.default_dtype(mesh.size)
+    setting = _setting(values, config, models, dtype)
     answers = Answers(folder / "answers.jsonl", setting)
     if answers.dropped:
         say(f"The last line of {answers.path} was only half there, and is made again.")
@@ -152,7 +153,9 @@ def _requests(values: _EvaluateFlags, items: Sequence[Item], models: OpenPair) -
     return found
 
 
-def _setting(values: _EvaluateFlags, config: DecodingConfig, models: OpenPair) -> dict[str, Any]:
+def _setting(
+    values: _EvaluateFlags, config: DecodingConfig, models: OpenPair, dtype: str
+) -> dict[str, Any]:
     """The setting of an answer, without its prompt and its decoding's rule and K."""
     from fly_jax.models.checkpoints.source import identity
 
@@ -160,7 +163,7 @@ def _setting(values: _EvaluateFlags, config: DecodingConfig, models: OpenPair) -
     return {
         "target": identity(models.target.path),
         "draft": named or [identity(one.path) for one in models.drafts],
-        "dtype": values.dtype or models.default_dtype,
+        "dtype": dtype,
         "decoding": unusual(config),
         **{name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "seed")},
     }

@@ -231,9 +231,9 @@ class ModelFlags:
     )
     dtype: Dtype | None = parameter(
         None,
-        "type of weights and caches; if not given, float32 on CPUs and for the pair that ships "
-        "with the package, and bfloat16 for others; int8 is for matrices, with that type for "
-        "the rest",
+        "type of weights and caches; if not given, float32 for the pair that ships with the "
+        "package and on CPUs (there int8 for large targets), and bfloat16 for others; int8 is for "
+        "matrices, with that type for the rest",
         choices=DTYPES,
     )
     compilation_cache: str | None = parameter(

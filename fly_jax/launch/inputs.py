@@ -155,7 +155,11 @@ def load_opened(
     longest = min(longest, models.target.config.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
-    dtype, cache = values.dtype, values.weights_cache
+    dtype, cache = values.dtype or models.default_dtype(mesh.size), values.weights_cache
+    if dtype != values.dtype and dtype == "int8":
+        say(
+            "The matrices are read as int8, the fastest on a CPU; --dtype float32 keeps all digits."
+        )
     with waiting("Reading the weights"):
         pair = load_pair(
             models, mesh=mesh, dtype=dtype, workload=workload, weights_cache=cache, say=say

@@ -97,16 +97,17 @@ def _make_head(values: _TrainFlags) -> None:
         )
     _, ids = encode_prompts(values, prompts, opened)
     directory = Path(values.directory)
+    dtype = values.dtype or opened.float_dtype  # whole texts are run, and those of floats
     _claim(directory, {
         "teacher": identity(opened.target.path),
-        "dtype": values.dtype or opened.default_dtype,
+        "dtype": dtype,
         "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         **{name: getattr(values, name) for name in ("temperature", "max_new_tokens", "seed")},
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
     slots = min(values.batch_size, len(ids))
     longest = max(map(len, ids)) + values.max_new_tokens
-    models = ModelFlags(dtype=values.dtype, weights_cache="off")
+    models = ModelFlags(dtype=dtype, weights_cache="off")
     pair = load_opened(models, config, opened, mesh, rows=slots, longest=longest)
     most, path = values.max_new_tokens, directory / "continuations.jsonl"
     engine = Engine.of(

@@ -55,6 +55,16 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair, tiny_pair: Folders) -> No
     assert_refused("cannot be looked up|neither a folder", load_pair, tiny_pair[0], "x" * 300)
 
 
+def test_one_cpu_device_has_a_large_target_in_int8(tiny_pair: Folders, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(chain, "LARGE_BYTES", 1)
+    loaded = load_pair(*tiny_pair)
+    assert all(one.has_integers for one in (loaded.target, *loaded.drafts))
+    opened = chain.open_pair(*tiny_pair)
+    assert [opened.default_dtype(number) for number in (1, 2)] == ["int8", "float32"]
+    own = chain.open_pair(tiny_pair[0], "self:int8")
+    assert own.default_dtype(1) == "float32", "else its draft would be the target itself"
+
+
 def test_engines_share_the_pairs_weights(pair: Pair) -> None:
     """Each holding its layers one by one would hold the model once more."""
     assert pair.draft is not None

@@ -78,7 +78,10 @@ def _run(values: GenerateFlags) -> None:
     inputs = open_inputs(values, config, values.prompt)
     says = values.config or values.gives("rule")
     if not (values.has_draft or says or config.num_speculative_tokens):
-        say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
+        say(
+            "Without --draft the target decodes alone, one token at a time (rule autoregressive); "
+            "--draft ngram drafts from the text itself, which stays the target's own."
+        )
     memory = _memory(values, inputs) if inputs.rule.uses_memory else None
     pair = load_models(values, inputs)
     _decode(values, pair, memory, inputs)

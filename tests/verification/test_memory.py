@@ -194,26 +194,6 @@ def test_exact_decoding_teaches_what_it_corrects() -> None:
     assert len(memory) > 5
 
 
-def test_csd_rescues_what_the_memory_knows() -> None:
-    plain = engine_with(Exact(), CorrectionMemory("v")).generate(PROMPTS, MAX_NEW_TOKENS)
-    none = CorrectionMemory("v", min_count=10**6)
-    empty = engine_with(ANYTHING, none).generate(PROMPTS, MAX_NEW_TOKENS)
-    assert [row.token_ids for row in empty] == [row.token_ids for row in plain]
-    assert sum(row.num_rescued_tokens for row in empty) == 0
-
-    memory = CorrectionMemory("v", min_count=0)
-    memory.add(corrected_by_hand())
-    rows = engine_with(ANYTHING, memory).generate(PROMPTS, MAX_NEW_TOKENS)
-    rescued = []
-    for row in rows:
-        own = logits_after(random_target(1), [*row.prompt_token_ids, *row.token_ids]).argmax(-1)
-        chosen = own[len(row.prompt_token_ids) - 1 :].tolist()
-        emitted = zip(row.token_ids, chosen, row.why, strict=False)
-        rescued += [(token, best) for token, best, why in emitted if why.letter == "r"]
-    assert all(memory.count(*pair) > 0 for pair in rescued)
-    assert len(rescued) > 3
-
-
 def test_csd_learns_while_it_decodes() -> None:
     """From nothing: what was corrected once is rescued from then on, and counted further."""
     memory = CorrectionMemory("v", min_count=0)

@@ -37,7 +37,6 @@ from fly_jax.verification.rules import (
     Why,
     accept,
 )
-from fly_jax.verification.rules.conditions import entropy_gate
 from fly_jax.verification.rules.loosened import Csd, Lenience, Lossy, Margin, Typical, rule_names
 from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import verify
@@ -52,35 +51,27 @@ verdict_on = jax.jit(verify)
 gathered = jax.jit(evidence, static_argnames="needs")
 
 
-def seen(
-    accepted: np.ndarray,
-    entropy: np.ndarray | float = UNDECIDED,
-    draft_log_prob: np.ndarray | float = -1.0,
-) -> TargetEvidence:
+def seen(accepted: np.ndarray, entropy: np.ndarray | float = UNDECIDED) -> TargetEvidence:
     """Evidence with the given verdicts; the argmax is token 1, the draft tokens are token 2."""
     shape = accepted.shape[0], accepted.shape[1] + 1
-
-    def widened(values: np.ndarray | float, last: float) -> jax.Array:
-        values = np.broadcast_to(np.float32(values), accepted.shape)
-        return jnp.asarray(np.pad(values, ((0, 0), (0, 1)), constant_values=np.float32(last)))
-
+    entropy = np.broadcast_to(np.float32(entropy), accepted.shape)
     return TargetEvidence(
         argmax=jnp.full(shape, 1, jnp.int32),
         argmax_logit=jnp.zeros(shape),
-        draft_logit=widened(draft_log_prob, -np.inf),
+        draft_logit=jnp.full(shape, -1.0),
         log_sum_exp=jnp.zeros(shape),
-        entropy=widened(entropy, 0.0),
-        draft_log_prob=widened(draft_log_prob, -np.inf),
+        entropy=jnp.asarray(np.pad(entropy, ((0, 0), (0, 1)))),
+        draft_log_prob=jnp.full(shape, -1.0),
         accepted=jnp.asarray(np.pad(accepted, ((0, 0), (0, 1)))),
         replacement=jnp.broadcast_to(jnp.arange(100, 100 + shape[1], dtype=jnp.int32), shape),
     )
 
 
-def one_row(rule: Rule, block: str, **keywords: np.ndarray | float) -> Verdict:
+def one_row(rule: Rule, block: str) -> Verdict:
     """The decision on a block such as "mmxmm"."""
     accepted = np.array([[letter == "m" for letter in block]])
     entropy = np.array([[MISMATCHES.get(letter, UNDECIDED) for letter in block]])
-    return decide(rule, seen(accepted, entropy, **keywords), jnp.full(accepted.shape, 2))
+    return decide(rule, seen(accepted, entropy), jnp.full(accepted.shape, 2))
 
 
 def whys(result: Verdict, row: int = 0) -> list[str]:
@@ -112,25 +103,18 @@ def test_fly_on_every_pattern_of_eight(window_size: int, window: str) -> None:
     assert (result.num_rescued.sum() > 0) == (window_size < 8)
 
 
-# What is emitted of a block, a letter per token, and why the first that is not kept was refused.
+# Some of them by hand: what is emitted of a block, a letter per token, and why the first that is
+# not kept was refused.
 W1, W2, REFERENCE = Fly(window_size=1), Fly(window_size=2), reference(window_size=2)
 BLOCKS: dict[str, tuple[Rule, str, str, str]] = {
-    "everything accepted": (W2, "mmmmm", "mmmmmb", ""),
     "nothing accepted": (W2, "xxxxx", "c", "REFUSED_WINDOW"),
-    "a clean window": (W2, "mxmmm", "mrmmmb", ""),
     "a window that just fits": (W2, "mmxmm", "mmrmmb", ""),
     "a window cut by the block's end": (W2, "mmmxm", "mmmc", "REFUSED_BOUNDARY"),
-    "a mismatch at the end": (W2, "mmmmx", "mmmmc", "REFUSED_BOUNDARY"),
-    "two mismatches in a window": (W2, "xmxmm", "c", "REFUSED_WINDOW"),
-    "the same, in the middle": (W2, "mxmxm", "mc", "REFUSED_WINDOW"),
-    "two mismatches next to each other": (W2, "xxmmm", "c", "REFUSED_WINDOW"),
     "two mismatches W + 1 apart": (W2, "xmmxmmm", "rmmrmmmb", ""),
-    "the second of two is refused": (W2, "xmmxmx", "rmmc", "REFUSED_WINDOW"),
     "what was drafted of the window fails already": (W2, "mmmxx", "mmmc", "REFUSED_WINDOW"),
     "an exact rule": (Exact(), "mmmxx", "mmmc", "REFUSED"),
     "a sure target": (W1, "smm", "c", "REFUSED_GATE"),
     "at the threshold": (Fly(SURE, window_size=1), "smm", "rmmb", ""),
-    "no window": (Fly(window_size=0), "xxxx", "rrrrb", ""),
     "no window, and the gate": (Fly(window_size=0), "xxsx", "rrc", "REFUSED_GATE"),
     "the reference's window is one shorter": (REFERENCE, "xmxmm", "rmrmmb", ""),
     "and its boundary the same": (REFERENCE, "mmmxm", "mmmc", "REFUSED_BOUNDARY"),
@@ -153,12 +137,6 @@ def test_blocks_that_are_easy_to_get_wrong(case: str) -> None:
     assert (result.num_accepted, result.num_rescued) == (len(kept), emitted.count("r"))
 
 
-@pytest.mark.parametrize("log_prob", [-np.inf, -100.0])
-def test_a_token_of_zero_probability_is_never_rescued(log_prob: float) -> None:
-    result = one_row(Fly(0.0, window_size=0), "xx", draft_log_prob=np.array([[-80.0, log_prob]]))
-    assert whys(result) == ["RESCUED", "REFUSED"]
-
-
 def test_a_token_that_top_k_removed_is_never_rescued() -> None:
     logits = jnp.tile(jnp.array([[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), (16, 1, 1))
     draft, draft_logits = jnp.full((16, 1), 2), jnp.tile(jnp.array([0.0, 0.0, 60.0]), (16, 1, 1))
@@ -170,12 +148,6 @@ def test_a_token_that_top_k_removed_is_never_rescued() -> None:
         assert refused.any()
         why = decide(rule, found, draft).why[refused, 0]
         assert {Why(int(one)).name for one in why} == {expected}
-
-
-def test_entropy_gate_is_true_where_undecided() -> None:
-    found = seen(np.ones((1, 2), bool), entropy=np.array([[0.2, 0.4]]))
-    assert entropy_gate(found, 0.3).tolist() == [[False, True, False]]
-    assert entropy_gate(found, 0.01).tolist() == [[True, True, True]]
 
 
 def test_evidence_of_another_draft_is_refused() -> None:
@@ -212,11 +184,6 @@ def test_decides_as_the_reference_code_does(setting: str, num_draft: int) -> Non
     np.testing.assert_array_equal(verdict.next_token, STORED[f"next_{num_draft}_{setting}"])
 
 
-def test_the_stored_cases_tell_the_two_windows_apart() -> None:
-    kept = on_stored(Fly(), 15).num_accepted
-    assert np.any(np.asarray(kept) != STORED["accepted_15_default"])
-
-
 ROWS, VOCAB = 8, 6
 
 
@@ -231,7 +198,9 @@ class Case:
         argmax_logit = rng.integers(-10, 80, shape) / 8
         gap = np.where(accepted, 0, rng.integers(0, 50, shape) / rng.choice([8, 32], shape))
         log_sum_exp = argmax_logit + rng.integers(0, 100, shape) / 64
-        draft_logit = np.where(rng.random(shape) < 0.05, -np.inf, argmax_logit - gap)
+        ruled_out = rng.random(shape) < 0.05  # less probable than a float32 can say
+        gap = np.where(ruled_out, rng.choice([100, np.inf], shape), gap)
+        draft_logit = argmax_logit - gap
         self.draft = rng.integers(VOCAB, size=(ROWS, num_draft))
         cut = rng.integers(num_draft + 1, size=ROWS)
         self.num_drafted = np.where(rng.random(ROWS) < 0.5, num_draft, cut)
@@ -331,7 +300,7 @@ def test_rules_are_the_oracles(name: str, seed: int) -> None:
         result = case.decided(Budget(rule, 4.0) if is_limited else rule)
         protected = np.broadcast_to(case.protected, (ROWS, VOCAB))
         pairs = np.stack([case.draft, case.seen.argmax[:, :-1]])
-        never = protected[np.arange(ROWS)[:, None], pairs].any(axis=0) | ~np.isfinite(case.gap)
+        never = protected[np.arange(ROWS)[:, None], pairs].any(axis=0) | (case.gap > 90)
         for row in range(ROWS):
             alternatives = [
                 Alternative([(why, holds(case)[row].tolist()) for why, holds in joined], windows)
@@ -412,7 +381,6 @@ def test_rules_of_python_numbers_are_hashable() -> None:
         (lambda: Csd(0.0, memory=False), "neither its memory nor"),
         (lambda: (Fly() & Margin()).check(6), "num_speculative_tokens=6.*window_size=6"),
         (lambda: functools.reduce(operator.and_, [Fly() | Csd()] * 4), "makes 16 alternatives"),
-        (lambda: functools.reduce(operator.and_, [Fly()] * 9), "joins 9 rules"),
         (lambda: functools.reduce(operator.or_, [Fly()] * 9), "joins 9 rules"),
     ],
 )
@@ -448,10 +416,8 @@ def test_values_outside_are_refused(declaring: type) -> None:
     ("text", "words"),
     [
         ("&".join(["(fly|fly)"] * 14), "joins 28 rules, which makes 16384 alternatives"),
-        ("&".join(["(fly|csd)"] * 4), "joins 8 rules, which makes 16 alternatives"),
         ("|".join(["fly"] * 9), "joins 9 rules"),
         ("(" * 10**6 + "fly" + ")" * 10**6, "in at most 256 characters"),
-        ("~" * 10**6 + "fly", "in at most 256 characters"),
         ("&".join(["fly"] * 10**6), "in at most 256 characters"),
     ],
     ids=lambda value: value[:40],
@@ -494,27 +460,12 @@ def test_what_a_rule_needs_it_must_be_given(rule: Rule, words: str) -> None:
     assert_refused(words, accept, rule, bare, case.draft)
 
 
-@pytest.mark.parametrize("lenience", [1.0, 0.4])
-def test_lenience_accepts_with_the_probability_it_should(lenience: float) -> None:
-    """min(1, p / (l q)), and never less than the lossless rule by the same draw."""
-    rows = 40_000
-    target, proposed = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.15, 0.05]])
-    draft = np.random.default_rng(0).choice(4, p=proposed, size=(rows, 1))
-    logits, draft_logits = (
-        jnp.broadcast_to(np.log(probs).astype(np.float32), (rows, positions, 4))
-        for probs, positions in ((target, 2), (proposed, 1))
-    )
-    given = {"sampling": Sampling(), "draft_logits": draft_logits, "key": jax.random.key(1)}
-    seen = gathered(logits, draft, **given)
-    result = decide(Lenience(lenience), seen, draft)
-    accepted, kept = np.asarray(seen.accepted)[:, 0], np.asarray(result.num_accepted) == 1
-    assert (kept >= accepted).all()
-    assert (np.asarray(result.num_rescued) == (kept & ~accepted)).all()
-    if lenience == 1:
-        assert (kept == accepted).all()
-    emitted = np.where(kept, draft[:, 0], result.next_token)
-    for token, ratio in enumerate(target / proposed / lenience):
-        expected = pytest.approx(min(1.0, ratio), abs=0.02)
-        assert kept[draft[:, 0] == token].mean() == expected
-        # What comes out has at most 1/l times the target's probability.
-        assert (emitted == token).mean() <= target[token] / lenience + 0.02
+def test_the_scaled_uniform_is_what_the_lossless_rule_has_drawn() -> None:
+    """So lenience, as the oracle has it of this number, accepts with min(1, p / (l q))."""
+    logits = np.random.default_rng(0).normal(size=(ROWS, 10, VOCAB)).astype(np.float32)
+    drawn = {"sampling": Sampling(), "draft_logits": logits[:, 1:], "key": jax.random.key(1)}
+    found = gathered(logits, logits[:, 1:].argmax(-1), **drawn)
+    accepted = np.asarray(found.accepted)[:, :-1]
+    assert 0 < accepted.mean() < 1
+    kept = found.scaled_uniform < np.exp(found.draft_log_prob)
+    np.testing.assert_array_equal(kept[:, :-1], accepted)

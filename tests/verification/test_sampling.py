@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 from refusals import assert_refused
 
-from fly_jax.planning.hlo import exchanges
+from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import evidence
 from fly_jax.verification.rules import Exact, Fly, Why, accept
@@ -33,7 +33,6 @@ ROWS = 6
 TRIALS = 20_000
 
 processed = jax.jit(processed_log_probs)
-decided = jax.jit(accept)
 verified = jax.jit(evidence, static_argnames="needs")
 
 
@@ -60,28 +59,17 @@ def assert_oracles(probs: np.ndarray, logits: np.ndarray, sampling: Sampling) ->
         np.testing.assert_allclose(probs[row], expected, rtol=2e-5, atol=1e-30)
 
 
-# What is left of logits, where it can be worked out by hand.
-BY_HAND = {
-    "top-p keeps the token that reaches it": (
-        np.log([0.1, 0.5, 0.3, 0.1]), Sampling(top_p=0.6), [0, 0.625, 0.375, 0]
-    ),
-    "top-p counts what top-k left": (  # of which the first token has half
-        np.log([0.4, 0.2, 0.2, 0.1, 0.1]), Sampling(top_k=3, top_p=0.45), [1, 0, 0, 0, 0]
-    ),
-    "a small temperature is greedy and finite": ([3e4, 3.1e4, -3e4], Sampling(1e-6), [0, 1, 0]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BY_HAND)
-def test_what_is_left(case: str) -> None:
-    logits, sampling, expected = BY_HAND[case]
-    left = np.exp(processed(jnp.asarray(logits, jnp.float32), sampling))
-    np.testing.assert_allclose(left, expected, rtol=1e-6)
+def test_a_small_temperature_is_greedy_and_finite() -> None:
+    left = np.exp(processed(jnp.asarray([3e4, 3.1e4, -3e4]), Sampling(1e-6)))
+    np.testing.assert_allclose(left, [0, 1, 0], rtol=1e-6)
 
 
 def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
+    """Without a sampling, and in a row of temperature 0."""
     logits = jnp.array([[0.0, 2.0, 2.0], [-jnp.inf, -jnp.inf, 1.0]], jnp.bfloat16)
-    assert sample(logits).tolist() == [1, 2]
+    mixed, keys = Sampling(np.float32([0, 1])), jax.random.split(jax.random.key(0))
+    for found in (sample(logits), sample(logits, mixed, keys)):
+        assert found.tolist() == [1, 2]
 
 
 def test_a_key_is_needed() -> None:
@@ -117,24 +105,18 @@ def probs_of(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=1)
 def draft_and_verify(
     sampling: Sampling, is_sampled: bool, num_drafted: int, *given: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first emitted token, the one that the target adds, and why, of every trial."""
+) -> tuple[jax.Array, ...]:
+    """Of every trial the draft token, the first emitted one, the target's own, and why."""
     wanted, proposed, keys = given
     target = jnp.broadcast_to(jnp.stack([wanted, proposed]), (TRIALS, 2, len(TARGET)))
-    draft = jnp.broadcast_to(proposed, (TRIALS, 1, len(DRAFT)))
-    tokens = drawn(draft, sampling, keys[0]) if is_sampled else sample(draft)
+    draft = jnp.broadcast_to(proposed, (TRIALS, len(DRAFT)))
+    tokens = (drawn(draft, sampling, keys[0]) if is_sampled else sample(draft))[:, None]
     drafted = {"num_drafted": jnp.full((TRIALS,), num_drafted)}
-    sampled = {"sampling": sampling, "draft_logits": draft if is_sampled else None, "key": keys[1]}
-    result = accept(Exact(), evidence(target, tokens, **sampled, **drafted), tokens, **drafted)
+    sampled = {"sampling": sampling, "draft_logits": draft[:, None] if is_sampled else None}
+    seen = evidence(target, tokens, **sampled, **drafted, key=keys[1])
+    result = accept(Exact(), seen, tokens, **drafted)
     first = jnp.where(result.num_accepted > 0, tokens[:, 0], result.next_token)
-    return first, result.next_token, result.next_why
-
-
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_draws_have_their_distribution(sampling: Sampling) -> None:
-    logits = jnp.broadcast_to(TARGET, (TRIALS, 6))
-    tokens = drawn(logits, sampling, jax.random.key(3))
-    assert_fits(np.asarray(tokens), probs_of(TARGET, sampling))
+    return tokens[:, 0], first, result.next_token, result.next_why
 
 
 @pytest.mark.parametrize(
@@ -142,15 +124,19 @@ def test_draws_have_their_distribution(sampling: Sampling) -> None:
     [*((sampling, True) for sampling in SETTINGS), (SETTINGS[0], False), (SETTINGS[-1], False)],
     ids=str,
 )
-def test_emitted_tokens_have_the_targets_distribution(sampling: Sampling, is_sampled: bool) -> None:
+def test_draws_have_their_distribution_and_emitted_tokens_the_targets(
+    sampling: Sampling, is_sampled: bool
+) -> None:
     target, draft = probs_of(TARGET, sampling), probs_of(DRAFT, sampling)
     assert np.abs(target - draft).sum() > 0.5, "the draft must be a poor one"
-    first, follower, why = map(np.asarray, draft_and_verify(sampling, is_sampled, 1, *LOGITS))
+    given = draft_and_verify(sampling, is_sampled, 1, *LOGITS)
+    tokens, first, follower, why = map(np.asarray, given)
     assert_fits(first, target)
+    is_bonus = why == Why.BONUS
     if not is_sampled:
         draft = np.eye(len(draft))[draft.argmax()]
+    assert_fits(tokens, draft)
     overlap = np.minimum(target, draft).sum()  # the probability of acceptance
-    is_bonus = why == Why.BONUS
     assert is_bonus.mean() == pytest.approx(overlap, abs=4 * (0.25 / TRIALS) ** 0.5)
     if overlap > 0.02:
         assert_fits(follower[is_bonus], probs_of(DRAFT, sampling))
@@ -159,7 +145,7 @@ def test_emitted_tokens_have_the_targets_distribution(sampling: Sampling, is_sam
 
 
 def test_without_a_draft_the_target_is_sampled() -> None:
-    first, _, why = map(np.asarray, draft_and_verify(Sampling(), True, 0, *LOGITS))
+    _, first, _, why = map(np.asarray, draft_and_verify(Sampling(), True, 0, *LOGITS))
     assert set(why) == {Why.BONUS}
     assert_fits(first, probs_of(TARGET, Sampling()))
 
@@ -186,21 +172,12 @@ def test_zero_probabilities_are_safe() -> None:
         assert bool(surprising.accepted[0, 0])
 
 
-def test_fly_rescues_only_what_rejection_sampling_refused() -> None:
-    rule, sampling = Fly(entropy_threshold=0.2, window_size=1), Sampling(0.8)
-    target = np.random.default_rng(5).normal(size=(400, 5, 6)).astype(np.float32)
-    draft = target[:, :-1] + np.float32([1, 0, 0, 0, 0, 0])
-    tokens = drawn(draft, sampling, jax.random.key(1))
-    given = {"sampling": sampling, "draft_logits": draft, "key": jax.random.key(2)}
-    seen = verified(target, tokens, needs=rule.needs, **given)
-    loose, strict = (decided(each, seen, tokens) for each in (rule, Exact()))
-    assert loose.num_rescued.sum() > 0
-    assert (loose.num_accepted >= strict.num_accepted).all()
-    for name in ("num_accepted", "next_token", "next_why"):
-        same = getattr(loose, name) == getattr(strict, name)
-        assert same[loose.num_rescued == 0].all()
-    assert not ((loose.why == Why.RESCUED) & seen.accepted[:, :-1]).any()
-    np.testing.assert_allclose(seen.entropy, verified(target, tokens, needs=rule.needs).entropy)
+def test_the_entropy_is_that_of_the_logits_however_is_sampled() -> None:
+    target = np.random.default_rng(5).normal(size=(ROWS, 5, 6)).astype(np.float32)
+    tokens, needs = target[:, 1:].argmax(-1), Fly().needs
+    given = {"sampling": Sampling(0.8, top_k=3), "key": jax.random.key(2)}
+    seen = verified(target, tokens, needs=needs, draft_logits=target[:, 1:], **given)
+    np.testing.assert_allclose(seen.entropy, verified(target, tokens, needs=needs).entropy)
 
 
 WIDE, DEVICES = 96, 8  # a vocabulary over all devices
@@ -248,35 +225,24 @@ def test_processed_distributions_are_the_oracles_and_those_of_shards_too(
         assert_oracles(np.exp(processed(logits, one)), logits, one)
 
 
-def kept(logits: np.ndarray, **steps: np.ndarray) -> list[int]:
-    """So many tokens of each row, over the shards as on one device."""
-    sampling = Sampling(np.ones(ROWS, np.float32), **steps)
-    here, there = (np.isfinite(found(logits, sampling)) for found in (processed, sharded))
-    np.testing.assert_array_equal(here, there)
-    return here.sum(axis=1).tolist()
-
-
-def test_ties_over_all_shards_are_kept_together() -> None:
-    logits = np.zeros((ROWS, WIDE), np.float32)
-    logits[:, ::2] = -0.0
-    logits[1:, ::13] = 2.0  # eight tokens, one on most shards
-    logits[2:, 5] = 3.0
-    top_k = np.array([1, 1, 1, 2, 9, 10], np.int32)
-    assert kept(logits, top_k=top_k) == [WIDE, 8, 1, 9, 9, WIDE]
-    # The most probable token is kept, however little is asked for.
-    assert kept(logits, top_p=np.full(ROWS, 1e-38, np.float32)) == [WIDE, 8, 1, 1, 1, 1]
-
-
 def test_neighbouring_floats_are_told_apart() -> None:
+    """Over the shards as on one device."""
     logits = np.zeros((ROWS, WIDE), np.float32)
     logits[:, 0] = 1.0
     for token in range(1, 30):
         logits[:, token] = np.nextafter(logits[:, token - 1], np.float32(0))
     logits = logits[:, np.random.default_rng(0).permutation(WIDE)]
     top_k = np.array([1, 2, 3, 17, 29, 30], np.int32)
-    assert kept(logits, top_k=top_k) == top_k.tolist()
+    for found in (processed, sharded):
+        left = np.isfinite(found(logits, Sampling(np.ones(ROWS, np.float32), top_k)))
+        np.testing.assert_array_equal(left.sum(axis=1), top_k)
 
 
+PLACED = jax.device_put(
+    np.random.default_rng(1).normal(size=(4, 1, 4096)).astype(np.float32) * 3,
+    LAYOUT.sharding(("rows", None, "vocab"), (4, 1, 4096)),
+)
+NOISE = jax.random.split(jax.random.key(0), 4), jnp.full((4, 1), 7)
 STEPS = {
     "temperature": (Sampling(0.7), 1),
     "top-k": (Sampling(0.7, top_k=50), 3),
@@ -285,22 +251,21 @@ STEPS = {
 }
 
 
+@functools.cache
+def drawing(sampling: Sampling | None) -> tuple[str, list[Exchange]]:
+    """The program that draws from logits over all devices, and what it exchanges."""
+    text = placed_draws.lower(PLACED, sampling, *NOISE, layout=LAYOUT).compile().as_text()
+    return text, exchanges(text, DEVICES)
+
+
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_draw_takes_few_exchanges_more_than_the_argmax(steps: str) -> None:
-    rows, vocab = 4, 4096
     sampling, most = STEPS[steps]
-    logits = np.random.default_rng(1).normal(size=(rows, 1, vocab)).astype(np.float32) * 3
-    placed = jax.device_put(logits, LAYOUT.sharding(("rows", None, "vocab"), logits.shape))
-    others = jax.random.split(jax.random.key(0), rows), jnp.full((rows, 1), 7)
-    greedy, text = (
-        placed_draws.lower(placed, one, *others, layout=LAYOUT).compile().as_text()
-        for one in (None, sampling)
-    )
-    number, of_greedy = (sum(one.count for one in exchanges(of, DEVICES)) for of in (text, greedy))
-    assert number <= of_greedy + most
-    sizes = [math.prod(shape) for one in exchanges(text, DEVICES) for shape in one.shapes]
-    assert max(sizes) < rows * vocab / 8
+    text, sent = drawing(sampling)
+    assert sum(one.count for one in sent) <= sum(one.count for one in drawing(None)[1]) + most
+    sizes = [math.prod(shape) for one in sent for shape in one.shapes]
+    assert max(sizes) < PLACED.size / 8
     # Nothing of the whole vocabulary's size is anywhere: each device draws its own noise.
-    assert f"{rows},1,{vocab}]" not in text
-    draws = placed_draws(placed, sampling, *others, layout=LAYOUT)
-    np.testing.assert_array_equal(draws, placed_draws(logits, sampling, *others))
+    assert f"{len(PLACED)},1,{PLACED.shape[-1]}]" not in text
+    draws = placed_draws(PLACED, sampling, *NOISE, layout=LAYOUT)
+    np.testing.assert_array_equal(draws, placed_draws(np.asarray(PLACED), sampling, *NOISE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +18,13 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import monitoring
 from jax.sharding import AxisType
 from refusals import assert_refused
 
-from fly_jax.parameters import parameters_of
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.data import STATIC, data_tree
 from fly_jax.verification.evidence import evidence
 from fly_jax.verification.rules import (
-    RULES,
     Budget,
     Exact,
     Fly,
@@ -39,7 +36,7 @@ from fly_jax.verification.rules import (
     per_row,
 )
 from fly_jax.verification.rules.loosened import Csd, Lenience, Lossy, Margin, Typical
-from fly_jax.verification.sampling import Sampling, sample, sample_at, sampling_per_row
+from fly_jax.verification.sampling import Sampling, sample_at, sampling_per_row
 from fly_jax.verification.verify import truncated, verify, verify_flat
 
 ROWS, DRAFT, VOCAB = 6, 7, 12
@@ -49,6 +46,7 @@ decide = jax.jit(verify, static_argnames="layout")
 gather = jax.jit(evidence, static_argnames=("needs", "layout"))
 judge = jax.jit(accept)
 cut = jax.jit(truncated, static_argnames="layout")
+draw = jax.jit(sample_at)
 decide_flat = jax.jit(verify_flat, static_argnames=("max_drafted", "layout"))
 
 
@@ -133,16 +131,13 @@ def test_no_number_is_compiled_in(by_row: bool) -> None:
     if by_row:
         types = [np.float32 if type(leaf) is float else np.int32 for leaf in leaves]
         leaves = [np.full(ROWS, *pair) for pair in zip(leaves, types, strict=True)]
-    before = decide(*jax.tree.unflatten(structure, leaves), given)
+    decide(*jax.tree.unflatten(structure, leaves), given)
     for at, leaf in enumerate(leaves):
         changed = leaf + (1 if np.asarray(leaf).dtype.kind == "i" else 0.4)
         if by_row:
-            changed = np.where(np.arange(ROWS) == 2, changed, leaf).astype(leaf.dtype)
+            changed = changed.astype(leaf.dtype)
         numbers = [*leaves[:at], changed, *leaves[at + 1 :]]
-        after = decide(*jax.tree.unflatten(structure, numbers), given)
-        if by_row:  # what is changed for one row is changed for no other
-            for row in set(range(ROWS)) - {2}:
-                assert_same(row_of(after, row), row_of(before, row))
+        decide(*jax.tree.unflatten(structure, numbers), given)
     assert len(traces) == 1
 
 
@@ -154,24 +149,16 @@ def test_whole_numbers_for_numbers_are_no_other_program() -> None:
     assert len(traces) == 1
 
 
-def test_nothing_runs_on_the_device_to_make_a_rule() -> None:
-    compiled: list[str] = []
-    listening = True
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if listening and "compile" in event:
-            compiled.append(event)
-
-    monitoring.register_event_duration_secs_listener(listen)
-    rule = per_row([EVERYTHING, Exact(), Fly(), Fly() & Margin(), Budget(Csd(), 1.0)])
-    sampling_per_row([None, Sampling(0.3, 4), Sampling(1.0)])
-    rule.clauses()
-    assert rule.longest_window == 6
-    assert rule.strict_tail.tolist() == [0, 0, 6, 6, 0]
-    rule.check(7)
-    assert_refused("window_size=6", rule.check, 6)
-    listening = False
-    assert compiled == []
+def test_nothing_runs_on_the_device_to_make_a_rule(compilations: Callable[[], list[str]]) -> None:
+    with jax.transfer_guard("disallow"):
+        rule = per_row([EVERYTHING, Exact(), Fly(), Fly() & Margin(), Budget(Csd(), 1.0)])
+        sampling_per_row([None, Sampling(0.3, 4), Sampling(1.0)])
+        rule.clauses()
+        assert rule.longest_window == 6
+        assert rule.strict_tail.tolist() == [0, 0, 6, 6, 0]
+        rule.check(7)
+        assert_refused("window_size=6", rule.check, 6)
+    assert compilations() == []
 
 
 # What the rows of a mixed batch ask for.
@@ -233,38 +220,21 @@ def test_rows_that_cannot_be_united_are_refused() -> None:
     assert_refused("cuts the target", per_row, [Exact()], [Exact(Margin())])
 
 
-def test_a_row_of_temperature_0_is_decoded_greedily() -> None:
-    block, temperature = block_of(4), np.array([0, 1, 0, 2, 0.5, 0], np.float32)
-    rule = per_row([Exact(), Fly(), Fly(window_size=1), Fly(), Fly(), Lenience(0.4)], like=POOL)
-    mixed = verdict_on(block, rule, Sampling(temperature, 5, 0.9), jax.random.key(1))
-    greedy = verdict_on(block, rule)
-    for row in np.flatnonzero(temperature == 0):
-        assert_same(row_of(mixed, row), row_of(greedy, row))
-    logits = block.rows["logits"][:, 0]
-    tokens = sample(logits, Sampling(temperature), jax.random.split(jax.random.key(0), ROWS))
-    assert (tokens == logits.argmax(-1))[temperature == 0].all()
-
-
-def test_a_rows_draws_are_its_own() -> None:
+def test_of_one_key_each_row_makes_its_own_and_knows_no_other_row() -> None:
     block, key, sampling = block_of(7), jax.random.key(3), Sampling(1.5)
-    keys = jax.random.split(key, ROWS)
-    together = verdict_on(block, Exact(), sampling, keys)
-    for rows in (np.array([3, 0, 5, 1, 2, 4]), np.array([2, 5])):
-        part = verdict_on(block, Exact(), sampling, keys[rows], rows)
-        assert_same(part, jax.tree.map(lambda leaf, rows=rows: leaf[rows], together))
-    # Of one key each row makes its own, and knows no other row.
     together = verdict_on(block, Exact(), sampling, key)
     first = verdict_on(block, Exact(), sampling, key, [0, 1])
     assert_same(first, jax.tree.map(lambda leaf: leaf[:2], together))
-    assert_refused("one for each", verdict_on, block, Exact(), sampling, keys[:2])
+    keys = jax.random.split(key, 2)
+    assert_refused("one for each", verdict_on, block, Exact(), sampling, keys)
 
 
 def test_a_text_position_has_its_noise_in_any_pass() -> None:
     logits = np.random.default_rng(0).normal(size=(3, 5, VOCAB)).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 3)
     positions = np.arange(5) + np.array([[4], [0], [9]])
-    together = sample_at(logits, Sampling(), keys, positions)
-    later = sample_at(logits[1:, 3:], Sampling(), keys[1:], positions[1:, 3:])
+    together = draw(logits, Sampling(), keys, positions)
+    later = draw(logits[1:, 3:], Sampling(), keys[1:], positions[1:, 3:])
     np.testing.assert_array_equal(later, together[1:, 3:])
 
 
@@ -332,23 +302,13 @@ def test_what_is_missing_is_said() -> None:
     assert_refused("one row of logits", decide_flat, Exact(), logits[0], drafts[0], **given)
 
 
-@data_tree
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    number: float
-    name: str = dataclasses.field(default="a", metadata=STATIC)
-    other: float | None = None
-
-
 def test_numbers_are_leaves_and_the_rest_is_structure() -> None:
-    leaves, structure = jax.tree.flatten(Pair(2.0, "b"))
-    assert leaves == [2.0]
-    assert structure == jax.tree.structure(Pair(jnp.ones(3), "b"))
-    assert structure != jax.tree.structure(Pair(2.0, "c"))
-    assert structure != jax.tree.structure(Pair(2.0, "b", 1.0)), "None is no number"
-    assert jax.tree.unflatten(structure, leaves) == Pair(2.0, "b")
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(Pair(1.0))]
-    assert paths == [".number"]
+    leaves, structure = jax.tree.flatten(Fly(0.4, 2))
+    assert leaves == [0.4, 2]
+    assert jax.tree.unflatten(structure, leaves) == Fly(0.4, 2)
+    assert structure == jax.tree.structure(Fly(jnp.ones(3), jnp.ones(3)))
+    assert structure != jax.tree.structure(Fly(0.4, 2, "full"))
+    assert jax.tree.structure(Csd(None)) != jax.tree.structure(Csd()), "None is no number"
 
 
 def test_rebuilding_a_rule_checks_nothing() -> None:
@@ -358,18 +318,6 @@ def test_rebuilding_a_rule_checks_nothing() -> None:
         rebuilt = jax.tree.unflatten(structure, [placeholder] * len(leaves))
         assert rebuilt.gap is placeholder
     Margin(gap=np.full(3, -1.0))  # an array is data, and so not checked
-
-
-def test_every_rule_is_registered_with_its_parameters() -> None:
-    declared = [one for rule in RULES.values() for one in parameters_of(rule)]
-    assert [one.name for one in declared] == [
-        "entropy_threshold", "window_size", "entropy", "entropy_top_k", "window",
-        "csd_consistency", "csd_memory", "lossy_threshold", "lenience", "typical_epsilon",
-        "typical_delta", "margin_gap",
-    ]  # fmt: skip
-    assert all(one.help and not one.help.endswith(".") for one in declared)
-    leaves = [jax.tree.leaves(rule) for rule in (Exact(), Fly(), Csd())]
-    assert leaves == [[], [0.3, 6], [0.01]]
 
 
 # Of what is cut to a support.
@@ -431,13 +379,13 @@ def test_exact_decoding_of_a_support_is_that_of_cut_logits() -> None:
     logits, rule = oracle.random_logits(10, SHAPE), SUPPORTS["both"]
     drafts = np.asarray(logits)[:, :-1].argsort(axis=2)[:, :, -2].astype(np.int32)
     given = {"sampling": Sampling(1.0), "key": jax.random.split(jax.random.key(3), MANY)}
-    expected = verify(Exact(), cut(rule, logits, protected=PROTECTED), drafts, **given)
-    found = verify(Exact(rule), logits, drafts, protected=PROTECTED, **given)
-    assert not np.array_equal(found.why, verify(Exact(), logits, drafts, **given).why)
+    expected = decide(Exact(), cut(rule, logits, protected=PROTECTED), drafts, **given)
+    found = decide(Exact(rule), logits, drafts, protected=PROTECTED, **given)
+    assert not np.array_equal(found.why, decide(Exact(), logits, drafts, **given).why)
     padded = np.pad(drafts, ((0, 0), (0, 1))).ravel()
     counts, flat = np.full(MANY, PLACES - 1), logits.reshape(-1, WORDS)
     sizes = {"max_drafted": PLACES - 1, "protected": PROTECTED}
-    in_flat = verify_flat(Exact(rule), flat, padded, counts, **sizes, **given).verdict
+    in_flat = decide_flat(Exact(rule), flat, padded, counts, **sizes, **given).verdict
     for one in (found, in_flat):
         np.testing.assert_array_equal(one.why, expected.why)
         np.testing.assert_array_equal(one.next_token, expected.next_token)

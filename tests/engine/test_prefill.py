@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from engine_kinds import AUTO, KINDS, Kind, account, engine_for, finished, models, requests
+from engine_kinds import KINDS, account, engine_for, finished, models, requests
 from random_pairs import SPECS, autoregressive, batch_engine
 
 from fly_jax import Engine, Exact, Request, RequestState
 from fly_jax.decoding import programs
-from fly_jax.decoding.state import RoundOutput
+from fly_jax.decoding.state import DecodeState, RoundOutput
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
 from fly_jax.models import llama
 
@@ -86,27 +86,21 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
 
 @pytest.mark.parametrize("name", ["levels", "defer", "lookup alone"])
 def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, int]]) -> None:
-    kind = Kind(AUTO) if name == "auto" else KINDS[name]
-    engine = engine_for(kind, num_slots=16, offline=True)
-    given = engine.requests(PROMPTS, LIMIT)
-    if name == "auto":
-        engine.warm_up_for(given)  # from what it takes K is chosen
-        passes.clear()
-    found = finished(engine, given)
+    engine = engine_for(KINDS[name], num_slots=16, offline=True)
+    found = finished(engine, engine.requests(PROMPTS, LIMIT))
     assert passes == [(16, 128)]
     assert engine.prefill_seconds > 0
     assert engine.num_prompt_tokens == sum(map(len, PROMPTS))
     if isinstance(engine.spec.rule, Exact):
         expected = autoregressive(models(None, 0)[0], PROMPTS, LIMIT)
         assert [one.generation.token_ids for one in found] == expected
-    if name != "auto":  # whose rounds are as long as it likes
-        check_alone(engine, found[::3])
-        assert passes[1:] == [(1, 128)] * 6
+    check_alone(engine, found[::3])
+    assert passes[1:] == [(1, 128)] * 6
 
 
-@pytest.mark.parametrize("name", ["rules and sampling", "mesh"])
-def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[int, int]]) -> None:
+def test_prompts_between_rounds_are_run_by_fours(passes: list[tuple[int, int]]) -> None:
     """In chunks, since others wait, and in caches shorter than those of the slots."""
+    name = "rules and sampling"
     engine, given = engine_for(KINDS[name], **FOURS), asked(name, PROMPTS[:7])
     assert engine._prefill.plan.positions(4) == 256 < engine._capacity
     found = finished(engine, given[:4])
@@ -124,6 +118,25 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
     assert passes == [(4, 16)]
     assert [one.num_reused for one in shared] == [32] * 3
     check_alone(engine, [*found, *shared])
+
+
+def test_prompts_that_are_run_together_have_short_caches(
+    dispatches: list[tuple[DecodeState, DecodeState]],
+) -> None:
+    """They go on where a slot with a long text begins, and a long text where one of them does.
+
+    Alone, where a round reads no more of a cache than its row needs, they have the same tokens.
+    """
+    engine, text = (
+        engine_for(KINDS["autoregressive"], **FOURS),
+        CHANCE.integers(0, 48, 400).tolist(),
+    )
+    lengths = (300, 40, 41, 60, 20, 70, 320, 71, 72, 73, 256, 310)
+    prompts = [[*text[: length // 2], *text[-length // 2 :]] for length in lengths]
+    found = finished(engine, asked("autoregressive", prompts))
+    assert engine.num_reused_tokens > 0
+    assert {before.target.attended for before, _ in dispatches} == {256, 512}
+    check_alone(engine, found)
 
 
 def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[int, int]]) -> None:
@@ -158,7 +171,7 @@ def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[
     assert len(running.generation.token_ids) == 60
 
 
-def test_the_listener_hears_every_round_before_its_tokens() -> None:
+def test_what_settles_is_accounted_for_and_the_listener_hears_it_before() -> None:
     engine = engine_for(KINDS["rules and sampling"], **FOURS)
     heard, told = collections.Counter[RequestState](), collections.Counter[RequestState]()
 
@@ -170,8 +183,12 @@ def test_the_listener_hears_every_round_before_its_tokens() -> None:
 
     engine.listener = listener
     for state, settled in engine.run(asked("rules and sampling", PROMPTS[:6])):
+        account, begun = state.generation, told[state]
         told[state] += len(settled.token_ids)
         assert told[state] <= heard[state]
+        assert account.token_ids[begun : told[state]] == list(settled.token_ids)
+        assert account.why[begun : told[state]] == list(settled.why)
+        assert settled.finish_reason in (None, account.finish_reason)
     assert len(told) == 6
     assert told == heard == {state: len(state.generation.token_ids) for state in told}
 
@@ -182,7 +199,7 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
     passes: list[tuple[int, int]],
 ) -> None:
     target, draft = models(None, 1)
-    prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 90, 160, 240, 330, 422)]
+    prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 160, 422)]
     made = functools.partial(batch_engine, target, draft, SPECS["exact"])
     expected = made(1, max_length=500).generate(prompts, LIMIT)
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)

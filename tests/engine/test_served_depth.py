@@ -242,17 +242,6 @@ def test_rounds_that_take_less_than_their_drafts_were_timed_stay_positive() -> N
     np.testing.assert_allclose(seconds, [1.0, 5.0, 0.95 * 8.0])
 
 
-def test_a_prompt_is_read_until_drafts_are_known_not_to_pay() -> None:
-    costs = Learnt(1.0, 2.0, 3.0)
-    costs.read_seconds = 0.2
-    for _ in range(200):
-        assert not costs.pays_to_read(1, 1, [200], 64)
-    costs.read_seconds = 0.1
-    assert costs.pays_to_read(1, 1, [200], 64), "of four drafts all may be kept"
-    costs.after(rounds(4, given=0.001), times=200)
-    assert not costs.pays_to_read(1, 1, [1], 64)
-
-
 def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() -> None:
     """A token takes a second alone and half of one drafted, and each pass before that a quarter."""
     learnt = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4])

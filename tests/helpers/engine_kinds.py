@@ -86,7 +86,7 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
             rules[index % len(rules)],
             # Each rule with one of them, since for every pair a decoder compiles anew too.
             kind.samplings[index % len(rules) % len(kind.samplings)],
-            seed=index + 1,
+            seed=2**40 + index,
             logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.static.max_logprobs else None,
             protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
         )

@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 from jaxtyping import Array, Float, Int, Key
 
+from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -109,6 +110,13 @@ def pair_engine(
 
 def model_drafter(model: Llama, below: Drafter | None, k: int = 5) -> DraftModel:
     return DraftModel(model.parameters(), below, config=CONFIG, num_speculative_tokens=k)
+
+
+def forget_programs() -> None:
+    """As if none of an engine's programs were compiled; to forget all programs takes seconds."""
+    for one in vars(programs).values():
+        if hasattr(one, "clear_cache"):
+            one.clear_cache()
 
 
 def tokens_of(rows: Sequence[Generation]) -> list[list[int]]:

@@ -34,14 +34,9 @@ from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Verdict
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-GOLDEN = {
-    "eagle3": ("official", "specforge", "speculators", "speculators_each", "speculators_all"),
-    "block": ("dflash", "dspark", "speculators"),
-}
 PAIR = 2
 LIMIT = pairs.MOST_TOKENS
 GIVEN = (PROMPTS, LIMIT)
-NAMES = ("exact", "sampled", "depths", "deferred")
 _NOTHING = jnp.zeros((1, 1), jnp.int32)
 VERDICT = Verdict(_NOTHING[0], _NOTHING[0], _NOTHING[0], _NOTHING, _NOTHING[0])  # is not read
 FLOAT32 = jnp.dtype("float32")
@@ -77,7 +72,8 @@ def read(drafter: Drafter, text: Array, seen: Array | None = None, known: int | 
 @pytest.mark.parametrize(
     ("kind", "name", "unstacked", "cached_bytes"),
     [
-        *((kind, name, False, None) for kind in GOLDEN for name in GOLDEN[kind]),
+        *(("eagle3", f"speculators{one}", False, None) for one in ("", "_each", "_all")),
+        ("block", "speculators", False, None),
         ("eagle3", "specforge", True, None), ("block", "speculators", True, None),
         ("eagle3", "official", True, 0), ("block", "dspark", True, 0),
         # Heads of less, but not with the tables of their target, which has more.
@@ -139,7 +135,7 @@ OWN = {
 # Whose second layer sees little, and whose block is longer than what it drafts.
 WINDOW = {"num_layers": 2, "head_norms": True, "sliding_window": 9, "windowed_layers": (1,)}
 # Drafts of one pass, and levels of draft models above a lookup, by the noise of their weights.
-LEVELS = {"a level": (0.25,), "useless": (10.0,), "levels": (0.25, 0.2), "all useless": (10.0, 0.3)}
+LEVELS = {"levels": (0.25, 0.2), "all useless": (10.0, 0.3)}
 PARD = {"pard": 0.05, "pard, often refused": 0.2, "pard, alike": 0.0, "pard, useless": 10.0}
 NOISE, BELOW = 0.2, 3  # of a draft model, and what its head proposes at a time
 
@@ -183,62 +179,60 @@ def drafts_of(name: str, kind: str = "eagle3") -> tuple[list[Llama], RoundSpec]:
     return models, spec.with_static(level_speculative_tokens=(BELOW, 2)[: len(below)])
 
 
-def engine_of(name: str, kind: str = "eagle3", rows: int = pairs.ROWS, **given: Any) -> Engine:
+def engine_of(name: str, kind: str = "eagle3", **given: Any) -> Engine:
     models, spec = drafts_of(name, kind)
-    return pairs.pair_engine(PAIR, spec, *models, rows=rows, **given)
+    return pairs.pair_engine(PAIR, spec, *models, **given)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "margin"),
     [
-        *(("eagle3", name, 0.0) for name in NAMES),
-        *((kind, name, 0.0) for kind in ("dspark", "pard") for name in NAMES if name != "depths"),
-        *itertools.product(["eagle3"], ["exact below", "depths below"], [0.0, 2.0]),
+        *itertools.product(["eagle3", "dspark", "pard"], ["exact", "sampled"], [0.0]),
+        ("eagle3", "depths", 0.0),
+        ("eagle3", "depths below", 0.0),
+        ("eagle3", "exact below", 2.0),
     ],
 )
 def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> None:
     models, spec = drafts_of(name, kind)
     engine = pairs.pair_engine(PAIR, spec.with_static(level_margin=margin), *models)
     found = engine.generate(*GIVEN, seed=1)
-    if name.startswith(("exact", "depths")):
-        least = 1.2 if name == "exact" or kind == "eagle3" else 1.0
-        assert max(one.mean_accepted_tokens for one in found) > least
+    if name != "sampled":
+        assert max(one.mean_accepted_tokens for one in found) > 1.2
         assert tokens_of(found) == pairs.autoregressive(pairs.random_target(PAIR), PROMPTS)
     assert kind != "pard" or all(one.num_draft_passes == one.num_rounds for one in found)
-    again = engine.generate(*GIVEN, seed=1)
-    if name != "deferred":
-        again = [engine.generate([one], LIMIT, seed=1 + row)[0] for row, one in enumerate(PROMPTS)]
-    assert tokens_of(again) == tokens_of(found)
+    for row, one in enumerate(PROMPTS):
+        assert engine.generate([one], LIMIT, seed=1 + row)[0].token_ids == found[row].token_ids
 
 
-def test_draws_of_one_pass_are_the_targets() -> None:
-    """Over many seeds the second tokens are distributed as without a draft."""
-    spec, counts = pairs.SPECS["sampled"], []
-    for drafts, k in (((), 0), ((head_of("pard, often refused"),), 5)):
-        engine = pairs.pair_engine(PAIR, spec.with_static(num_speculative_tokens=k), *drafts)
-        seen = [
-            one.token_ids[:2][-1]
-            for seed in range(0, 600, 3)
-            for one in engine.generate([PROMPTS[0]] * 3, 3, seed=seed)
-        ]
-        counts.append(np.bincount(seen, minlength=48))
-    assert np.abs(counts[1] - counts[0]).sum() / 2 / 600 < 0.12
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "pard"])
+def test_draws_are_of_the_logits_that_acceptance_divides_by(kind: str) -> None:
+    """As those of draft models are; then what is emitted is distributed as without a draft."""
+    target, k = pairs.random_target(PAIR), 5
+    drafter, (text, length) = built(target, head_of(kind), k), pairs.padded(PROMPTS, 64)
+    terms = Terms(None, pairs.SPECS["sampled"].sampling, pairs.keys_from(3, len(PROMPTS)))
+
+    @jax.jit
+    def drafted(text: Array, length: Array) -> Draft:
+        seen = features(target, drafter, text) if drafter.needs_hidden else None
+        return drafter.propose(read(drafter, text, seen), text, length, k, terms)[0]
+
+    draft = drafted(text, length)
+    expected = terms.choose(draft.logits, length[:, None] + np.arange(k), None)
+    np.testing.assert_array_equal(draft.tokens, expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "rows"),
+    ("kind", "name"),
     [
-        ("eagle3", "fly", 1), ("eagle3", "sampled", 3), ("eagle3", "deferred", 3),
-        ("dspark", "fly", 1),
-        ("pard, alike", "fly", 3), ("pard, useless", "fly", 3),
-        ("levels", "fly", 1), ("a level", "deferred", 3), ("a level", "sampled", 3),
-        ("all useless", "fly", 1), ("useless", "deferred", 3), ("useless", "sampled", 3),
+        *(("eagle3", name) for name in ("fly", "sampled", "deferred")),
+        *((kind, "fly") for kind in ("dspark", "levels", "all useless", *list(PARD)[2:])),
     ],
-)  # fmt: skip
-def test_below_a_draft_model_no_token_changes(kind: str, name: str, rows: int) -> None:
+)
+def test_below_a_draft_model_no_token_changes(kind: str, name: str) -> None:
     given = ([*PROMPTS, *([first, 3, 5] for first in range(8))], LIMIT)
-    alone = pairs.pair_engine(PAIR, pairs.SPECS[name], NOISE, rows=rows).generate(*given, seed=1)
-    found = engine_of(f"{name} below", kind, rows).generate(*given, seed=1)
+    alone = pairs.pair_engine(PAIR, pairs.SPECS[name], NOISE).generate(*given, seed=1)
+    found = engine_of(f"{name} below", kind).generate(*given, seed=1)
     assert without_cost(found) == without_cost(alone)
     passes = [sum(one.num_draft_passes for one in rows) for rows in (found, alone)]
     assert name != "fly" or kind.endswith("useless") or passes[0] < passes[1]
@@ -312,7 +306,7 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     """Requests that come and go, some of them on with the beginning that a slot holds."""
     beginning = [3, 1, 4, 1, 5, 9, 2, 6] * 3
     prompts = [beginning + [one] * (one % 4 + 1) for one in (5, 8, 9, 11, 12, 13)] + [[6]]
-    engine, fresh = (engine_of(name, kind, 2, **one) for one in ({}, {"shared_block": 0}))
+    engine, fresh = (engine_of(name, kind, **one) for one in ({}, {"shared_block": 0}))
     first = tokens_of(engine.generate(prompts, LIMIT))
     prompts = [*(prompt + new for prompt, new in zip(prompts, first, strict=True)), *prompts]
     assert engine.num_reused_tokens > 0
@@ -325,9 +319,8 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     [
         ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
         ("dflash", "4x2", "tensor", "replicated", "exact"),
-        ("dspark", "2x4", "tensor_long", "narrow_long", "fly"),
         ("eagle3", "2x4", "tensor_whole", "narrow_whole", "exact below"),
-        ("dspark", "2x2x2", "tensor", "tensor", "deferred below"),
+        ("dspark", "2x2x2", "tensor_long", "narrow_long", "deferred below"),
     ],
 )
 def test_on_eight_devices_tokens_are_those_of_one(
@@ -349,10 +342,11 @@ def test_a_draft_ends_before_the_first_token_that_is_unsure(name: str) -> None:
     target, head = (load_llama(FIXTURES / one) for one in ("eagle3/target", f"block/{name}"))
     text = np.where(np.arange(16) < 7, tokens[:, :16], 0)
     sure, counts = 1 / (1 + np.exp(-scores[0])), set[int]()
+    drafter = built(target, head, 5)
+    seen = jax.jit(features)(target, drafter, text[:, :6])
+    state = jax.jit(lambda text, seen: read(drafter, text, seen, known=6))(text, seen)
     for least in (*(sure[1:] + 1e-4), sure[0] - 1e-4):
         drafter = built(target, head, 5, draft_confidence=float(least))
-        if not counts:
-            state = read(drafter, text, features(target, drafter, text[:, :6]), known=6)
         draft, _ = drafter.propose(state, text, jnp.asarray([7]), 5)
         expected = next((at for at, one in enumerate(sure) if one < least), 5)
         assert draft.num_drafted.tolist() == [expected]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 import jax
@@ -12,25 +11,20 @@ from golden import GOLDEN, layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly_jax import Budget, Fly, FlyJaxError, Generation, Lookup, RequestState, Why
+from fly_jax import Budget, Fly, FlyJaxError, Generation, Lookup
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
 SHORT = Lookup(num_speculative_tokens=3)
 EARLIEST = Lookup(match="earliest", num_speculative_tokens=3)
-LEVELS = {"level_speculative_tokens": (2,)}
-# Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
-    "autoregressive": (pairs.SPECS["autoregressive"], 3),
-    "one token": (pairs.rounds(1), 1),
-    "five tokens": (pairs.SPECS["exact"], 3),
-    "lookup, three rounds": (pairs.SPECS["lookup"].with_static(rounds_per_dispatch=3), 3),
-    "lookup, earliest": (pairs.rounds(9, lookup=EARLIEST), 2),
-    "depths": (pairs.SPECS["depths"], 3),
-    "depths, lookup": (pairs.rounds(6, lookup=SHORT, depths=(2, 6)), 2),
-    "levels": (pairs.rounds(5, **LEVELS), 3),
-    "levels, lookup": (pairs.rounds(5, lookup=SHORT, **LEVELS), 3),
-    "no budget": (dataclasses.replace(pairs.SPECS["deferred"], rule=Budget(Fly(0.2, 2), 0.0)), 3),
+    "autoregressive": pairs.SPECS["autoregressive"],
+    "one token": pairs.rounds(1),
+    "five tokens": pairs.SPECS["exact"],
+    "lookup, three rounds": pairs.rounds(5, lookup=EARLIEST, rounds_per_dispatch=3),
+    "depths, lookup": pairs.rounds(6, lookup=SHORT, depths=(2, 6)),
+    "levels, lookup": pairs.rounds(5, lookup=SHORT, level_speculative_tokens=(2,)),
+    "no budget": dataclasses.replace(pairs.SPECS["deferred"], rule=Budget(Fly(0.2, 2), 0.0)),
 }
 ENDLESS = pairs.SPECS["exact"].with_static(eos_token_ids=())
 # A small alphabet repeats itself, so that the lookup finds something.
@@ -40,7 +34,7 @@ tokens = st.lists(st.integers(0, 47) | st.integers(0, 2), min_size=1, max_size=1
 def decode(
     program: str, prompts: list[list[int]], limit: int, pair: int, *noises: float
 ) -> list[Generation]:
-    spec, rows = PROGRAMS[program]
+    spec, rows = PROGRAMS[program], 1 if program == "one token" else pairs.ROWS
     noises = noises[: 1 + len(spec.static.level_speculative_tokens)]
     return pairs.pair_engine(pair, spec, *noises, rows=rows).generate(prompts, limit)
 
@@ -78,47 +72,6 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     assert mean == sorted(mean, reverse=True)
     assert mean[-1] < 1.3 < 3 < mean[0]
     assert {row.finish_reason for row in rows} == {"stop", "length"}
-
-
-@pytest.mark.parametrize(("name", "noise"), [("exact", 0.0), ("fly, lookup", 0.2)])
-def test_what_settles_is_accounted_for_up_to_the_end_of_a_row(name: str, noise: float) -> None:
-    """An end of text may be inside a block."""
-    prompts = [[token, 3, token] for token in range(24)]
-    engine = pairs.pair_engine(1, pairs.SPECS[name], noise)
-    inside, done = 0, list[RequestState]()
-    rounds, text = collections.Counter[int](), collections.defaultdict[int, list[int]](list)
-    for state, settled in engine.run(engine.requests(prompts, pairs.MOST_TOKENS)):
-        account, row = state.generation, state.request.prompt[0]
-        assert state not in done, "a row goes on after its end"
-        rounds[row] += 1
-        text[row] += settled.token_ids
-        assert (account.num_rounds, account.token_ids) == (rounds[row], text[row])
-        assert list(account.prompt_token_ids) == prompts[row]
-        assert tuple(account.why[-len(settled.why) :]) == settled.why
-        if settled.finish_reason is None:
-            continue
-        done.append(state)
-        assert settled.finish_reason == account.finish_reason
-        if settled.finish_reason == "stop":
-            assert settled.token_ids[-1] in pairs.EOS
-            inside += settled.why[-1] == Why.MATCHED
-        else:
-            assert len(account.token_ids) == pairs.MOST_TOKENS
-    assert sorted(list(state.request.prompt) for state in done) == prompts
-    assert inside > 0
-    again = engine.generate(prompts, pairs.MOST_TOKENS)
-    assert dict(enumerate(pairs.tokens_of(again))) == text
-
-
-def test_a_limit_that_cuts_a_block_is_kept() -> None:
-    prompts = [[5], [9, 9], [1, 2, 3]]
-    engine = pairs.pair_engine(2, ENDLESS, 0.0)
-    whole = engine.generate(prompts, 16)
-    assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
-    for limit in (1, 5, 7):
-        rows = engine.generate(prompts, limit)
-        assert pairs.tokens_of(rows) == [row.token_ids[:limit] for row in whole]
-        assert {row.finish_reason for row in rows} == {"length"}
 
 
 def test_a_row_ends_where_the_context_does() -> None:

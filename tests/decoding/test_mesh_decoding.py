@@ -1,31 +1,25 @@
-"""On simulated devices: the same tokens as on one, no recompilation, no vocabulary on the wire."""
+"""On simulated devices: the same tokens as on one, and no recompilation."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import astuple, replace
 
 import pytest
 import random_pairs as pairs
 from golden import layout_on
-from random_pairs import CAPACITY, CONFIG, batch_engine, placed, random_draft, random_target
+from random_pairs import CONFIG, batch_engine, placed, random_draft, random_target
 
 from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, Generation, Margin, Typical
-from fly_jax.decoding import programs
-from fly_jax.planning.hlo import exchanges
 from fly_jax.sharding.rules import RULES
 
-# A size of the vocabulary that no other dimension has, nor a multiple of one.
-LARGE = replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)
+LARGE = replace(CONFIG, num_heads=8, num_kv_heads=4)
 ROWS = 4
 EXACT, FLY = pairs.SPECS["exact"].with_static(num_speculative_tokens=3), Fly(window_size=1)
 ALL = Budget((FLY | Csd(1e-6)) & (Typical() | Margin()), 2.0)
 LEVELS = {"deferred_window": 2, "level_speculative_tokens": (2,)}
 SPECS = {
-    "autoregressive": pairs.SPECS["autoregressive"],
     "exact": EXACT,
     "fly": replace(EXACT, rule=FLY),
     "all": replace(EXACT, rule=ALL).with_static(reports_mismatches=True, audits=True),
@@ -36,14 +30,11 @@ MAX_NEW_TOKENS = 12
 # Every rule, mesh and layout, not all together: programs for eight devices compile slowly.
 CASES = [
     ("8x1", "fly", "tensor", "replicated"),
-    ("4x2", "autoregressive", "tensor", "replicated"),
     ("2x4", "exact", "tensor_long", "narrow"),
-    ("2x4", "fly", "tensor", "tensor"),
     ("2x2x2", "exact", "tensor_whole", "narrow_long"),
     ("2x2x2", "fly", "tensor_long", "tensor_whole"),
-    ("4x2", "fly", "tensor_long", "narrow_whole"),
     ("2x2x2", "all", "tensor", "replicated"),
-    ("4x2", "levels", "tensor_long", "narrow"),
+    ("4x2", "levels", "tensor_long", "narrow_whole"),
 ]
 
 
@@ -84,17 +75,3 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
         for report, alone in zip(row.reports, other.reports, strict=True):
             assert astuple(report) == pytest.approx(astuple(alone), abs=1e-4)
     assert all(bool(row.reports) == SPECS[case[1]].static.audits for row in found)
-
-
-@pytest.mark.usefixtures("compiled_well")
-def test_collectives_carry_activations_and_evidence_only() -> None:
-    """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
-    engine = engine_on("2x4", "fly")
-    models, state = engine._programs, (engine._slots(), engine._inputs())
-    given = (models._shapes, models.static, ROWS, models._parameters, models._drafter, *state)
-    sent = exchanges(programs._run.lower(*given).compile().as_text(), 8)
-    assert any(one.kind == "all-reduce" for one in sent), "the program has no collectives"
-    block = SPECS["fly"].static.num_speculative_tokens + 1
-    for shape in itertools.chain.from_iterable(one.shapes for one in sent):
-        assert not {LARGE.vocab_size, CAPACITY} & {*shape}, shape
-        assert math.prod(shape) <= ROWS * block * LARGE.embed_size, shape

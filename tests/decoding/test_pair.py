@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 from launch_types import Folders, Patch
 from refusals import assert_refused
+from tiny_pair import CONFIG
 
 import fly_jax
-from fly_jax import CorrectionMemory, DraftModel, Engine, Lookup, Pair, generate, load_pair
+from fly_jax import (
+    CorrectionMemory,
+    Draft,
+    DraftModel,
+    Engine,
+    Lookup,
+    Pair,
+    Terms,
+    Verdict,
+    generate,
+    load_pair,
+)
 from fly_jax.decoding import pair as chain
 from fly_jax.decoding.config import RoundStatic
+from fly_jax.decoding.state import DecodeState
+from fly_jax.engine import engine
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
 REPEATING = ["Ada has 3 apples and Ada has 3", "Boris"]
@@ -76,35 +91,77 @@ def test_engines_share_the_pairs_weights(pair: Pair) -> None:
         assert [*map(id, jax.tree.leaves(held))] == [*map(id, own)]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Toy(fly_jax.Drafter):
-    """Proposes the last token again and again."""
+class Pieces(NamedTuple):
+    """What `Echo` has been given."""
 
-    num_speculative_tokens: int = 1
+    prompt: Array  # the sum of the prompt's hidden states
+    hidden: Array  # that of the token that the last verdict ended the draft after
+    wrong: Array  # rounds in which the target would not have said the next token after that state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Echo(fly_jax.Drafter):
+    """Proposes the last token again and again, and keeps the target's hidden states."""
+
+    unembedding: Array
+    num_speculative_tokens = 1
+    needs_hidden = True
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Pieces:
+        empty = jnp.zeros((rows, CONFIG.embed_size), dtype)
+        return Pieces(empty, empty, jnp.zeros(rows, jnp.int32))
+
+    def prefill(self, state: Pieces, tokens: Array, start: Array, hidden: Array | None) -> Pieces:
+        assert hidden is not None
+        assert hidden.shape == (*tokens.shape, CONFIG.embed_size)
+        return state._replace(prompt=state.prompt + jnp.sum(hidden, axis=1))
 
     def propose(
-        self, state: Any, text: Any, length: Any, num_speculative_tokens: int, terms: fly_jax.Terms
-    ) -> tuple[fly_jax.Draft, Any]:
+        self, state: Pieces, text: Array, length: Array, num_speculative_tokens: int, terms: Terms
+    ) -> tuple[Draft, Pieces]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
         count = terms.of_each(length, num_speculative_tokens)
         tokens = jnp.tile(last, (1, num_speculative_tokens))
-        return fly_jax.Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
+        return Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
+
+    def observe(
+        self, state: Pieces, verdict: Verdict, hidden: Array | None, *, draft: Draft, live: Array
+    ) -> Pieces:
+        rows, num_speculative_tokens = draft.tokens.shape
+        assert hidden is not None
+        assert hidden.shape == (rows, num_speculative_tokens + 1, CONFIG.embed_size)
+        own = jnp.take_along_axis(hidden, verdict.num_accepted[:, None, None], axis=1)[:, 0]
+        wrong = jnp.argmax(own @ self.unembedding, axis=-1) != verdict.next_token
+        return Pieces(state.prompt, own, state.wrong + (wrong & live))
 
 
-def test_a_foreign_drafter_is_lossless(tiny_pair: Folders, alone: Pair, monkeypatch: Patch) -> None:
+def test_a_foreign_drafter_is_lossless_and_given_the_targets_hidden_states(
+    tiny_pair: Folders,
+    alone: Pair,
+    monkeypatch: Patch,
+    dispatches: list[tuple[DecodeState, DecodeState]],
+) -> None:
+    """Those of prompts, of all pieces, and of each block."""
     monkeypatch.setattr(chain, "_BUILDS", {**chain._BUILDS})
-    register = fly_jax.register_drafter
-    register("toy", lambda target, static: Toy())
-    expected, given = tokens(alone), {"rule": "exact", "num_speculative_tokens": 3}
-    assert tokens(alone, drafter="toy", **given) == expected
-    loaded = load_pair(tiny_pair[0], "toy", dtype="float32")
-    assert (loaded.drafts, loaded.drafter) == ((), "toy")
-    (one,) = generate(loaded, REPEATING[:1], max_new_tokens=12, **given)
+    monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
+    register, prompts = fly_jax.register_drafter, [*REPEATING, "Ada has 3 apples " * 4]
+    expected, given = tokens(alone, prompts), {"rule": "exact", "num_speculative_tokens": 3}
+    register("echo", lambda target, static: Echo(target.parameters()["embedding"].T))
+    dispatches.clear()
+    assert tokens(alone, prompts, drafter="echo", **given) == expected
+    assert len(dispatches) > 2
+    last = jax.device_get(dispatches[-1][1].drafter)
+    assert not np.any(last.wrong)  # in any round
+    assert np.any(last.hidden != 0)
+    assert np.all(np.any(last.prompt != 0, axis=1))
+    loaded = load_pair(tiny_pair[0], "echo", dtype="float32")
+    assert (loaded.drafts, loaded.drafter) == ((), "echo")
+    (one,) = generate(loaded, prompts[:1], max_new_tokens=12, **given)
     assert one.token_ids == expected[0]
     assert one.num_draft_tokens > 0
-    assert_refused("a drafter 'toy' already", register, "toy", lambda target, static: Toy())
-    assert_refused("proposes alone", load_pair, tiny_pair[0], ["toy", tiny_pair[1]])
+    assert_refused("a drafter 'echo' already", register, "echo", lambda target, static: None)
+    assert_refused("proposes alone", load_pair, tiny_pair[0], ["echo", tiny_pair[1]])
 
 
 def test_the_lookup_drafts_alone(tiny_pair: Folders, pair: Pair, alone: Pair) -> None:
@@ -116,7 +173,8 @@ def test_the_lookup_drafts_alone(tiny_pair: Folders, pair: Pair, alone: Pair) ->
     for lookup, values in lookups.items():
         assert named.spec(**given, **values).static.lookup == lookup
     (one,) = generate(named, REPEATING[:1], max_new_tokens=12, **given)
-    (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, prompt_lookup_max=4, **given)
+    found = {"prompt_lookup_max": Lookup().max_ngram}
+    (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, **found, **given)
     assert one.token_ids == same.token_ids == tokens(alone)[0]
     assert one.num_draft_tokens == same.num_draft_tokens > 0
     # Unsaid it is exact with three tokens; and a rule that loosens has the published fifteen.
@@ -132,4 +190,3 @@ def test_a_config_from_a_file_decodes(pair: Pair, tmp_path: Path) -> None:
     config = fly_jax.load_config(str(path))
     expected = tokens(pair, rule=fly_jax.Margin(gap=100), num_speculative_tokens=3)
     assert tokens(pair, config=config) == expected
-    assert tokens(pair, config=config, rule="exact") == tokens(pair, num_speculative_tokens=0)

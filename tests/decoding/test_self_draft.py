@@ -22,7 +22,6 @@ from tiny_pair import CONFIG, VOCAB_SIZE, write_pair, write_tokenizer
 from fly_jax import Generation, Lookup, Pair, Why, generate, load_pair
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.pair import checked_drafter, open_pair
-from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_name
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
@@ -77,17 +76,17 @@ def test_each_number_is_the_nearest(target: Llama, draft: Llama, name: str) -> N
         assert (np.abs(widened(draft, one) - matrix) <= 0.51 * largest / most).all(), one
 
 
-@pytest.mark.parametrize("mesh", [None, "2x2"])
 def test_a_mesh_rounds_alike_and_int8_holds_nearly_the_same_numbers(
-    target: Llama, draft: Llama, name: str, mesh: str | None
+    target: Llama, draft: Llama, name: str
 ) -> None:
-    layout = layout_on(mesh)
-    spread = target if layout is None else pairs.placed(target, layout)
+    layout = layout_on("2x2")
+    assert layout is not None
+    spread = pairs.placed(target, layout)
     rounded, kept = (self_draft(spread, SELF_DRAFTS[name], **held) for held in ({}, {"held": INT8}))
     assert_same(rounded, draft)
     for model, kind in ((rounded, SELF_DRAFTS[name]), (kept, INT8)):
         for one, spec in parameter_specs(target.config, kind).items():
-            if layout is not None and one in model.parameters():
+            if one in model.parameters():
                 values, wanted = model.parameters()[one], layout.sharding(spec.axes, spec.shape)
                 assert values.sharding.is_equivalent_to(wanted, values.ndim), one
     specs = parameter_specs(target.config, INT8)
@@ -119,18 +118,14 @@ def test_an_int8_target_drafts_with_4_bits() -> None:
     assert np.abs(widened(draft, "up") - wide).max() <= 0.51 * np.abs(wide).max() / 7
 
 
-def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str]) -> None:
-    target = str(EMBEDDED_PAIR[0])
-    pair = load_pair(target, "self:int4")
+def test_the_pair_that_ships_drafts_with_its_own_matrices() -> None:
+    pair = load_pair(EMBEDDED_PAIR[0], "self:int4")
     assert pair.draft is not None
     # A CPU multiplies int8, and nothing narrower.
     assert pair.draft.parameters()["query"][0].dtype == jnp.int8
     given = {"rule": "exact", "num_speculative_tokens": 4, "max_new_tokens": 24}
     (found,) = generate(pair, ["import os\n"], **given)
     assert found.mean_accepted_tokens > 2
-    arguments = ["--target", target, "--draft=self:int4", "--prompt=import os\n", "--nochat"]
-    assert main([*arguments, *(f"--{name}={value}" for name, value in given.items())]) == 0
-    assert pair.tokenizer.decode(found.token_ids, continues=True) in capsys.readouterr().out
 
 
 def test_what_is_not_rounded_is_in_memory_once(tmp_path: Path) -> None:
@@ -153,7 +148,7 @@ def test_what_cannot_be() -> None:
     assert_refused("proposes alone", load_pair, here, ["self:int4", "ngram"])
 
 
-PLACES = ({"dtype": "float32"}, {"dtype": "int8"}, {"dtype": "float32", "mesh": "2x2"})
+PLACES = ({"dtype": "int8"}, {"dtype": "float32", "mesh": "2x2"})
 # The target's own matrices, so that drafts are accepted wherever the drafter knows the tokens.
 KNOWN = np.arange(0, VOCAB_SIZE, 2)
 ROWS = len(KNOWN) + 1

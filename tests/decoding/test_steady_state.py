@@ -22,20 +22,20 @@ from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, KVCache, Margin,
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
-from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
+from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets, Programs
 from fly_jax.decoding.state import DecodeState, RuleInputs
 
 Compilations = Callable[[], list[str]]
 Dispatches = list[tuple[DecodeState, DecodeState]]
 # The memory learns, so that its keys are exchanged while rows are being decoded.
 LEARNING = pairs.SPECS["exact"].with_static(reports_mismatches=True)
+# What the others do these do together.
+NAMES = ("autoregressive", "exact", "lookup", "sampled", "deferred")
 SPECS = {
-    **pairs.SPECS,
+    **{name: pairs.SPECS[name] for name in NAMES},
     "levels": pairs.SPECS["fly, lookup"].with_static(level_speculative_tokens=(2,), depths=(2, 5)),
-    "csd, depths": replace(LEARNING, rule=Csd(1e-6)).with_static(depths=(2, 5)),
-    "csd": replace(LEARNING, rule=Budget(Csd(1e-6), 20.0)),
+    "csd, depths": replace(LEARNING, rule=Budget(Csd(1e-6), 20.0)).with_static(depths=(2, 5)),
 }
-RARE = (7,)  # rows end far apart
 # Prompts, how many tokens at most, and the seed.
 BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
 
@@ -111,7 +111,7 @@ def test_other_weights_compile_nothing_and_others_their_rounds(compilations: Com
         names = [one.split(" in ")[0].split("jit(")[1].rstrip(")") for one in compilations()]
         return sorted(one for one in names if one.startswith("_"))
 
-    jax.clear_caches()
+    pairs.forget_programs()
     decoded(engine_for(SPECS["exact"]), *BATCHES[0])
     first = programs_of_ours()
     assert {"_begin", "_insert", "_prefill_chunk"} < set(first)
@@ -120,7 +120,7 @@ def test_other_weights_compile_nothing_and_others_their_rounds(compilations: Com
     compilations()
     decoded(other, *BATCHES[0])
     assert compilations() == []
-    decoded(engine_for(SPECS["fly"].with_static(num_speculative_tokens=3)), *BATCHES[0])
+    decoded(engine_for(pairs.SPECS["fly"].with_static(num_speculative_tokens=3)), *BATCHES[0])
     assert programs_of_ours() == ["_run"]
 
 
@@ -146,61 +146,49 @@ def test_other_numbers_compile_nothing(offline: bool, compilations: Compilations
     assert after != before
 
 
-def assert_nothing_done(*states_and_output: object) -> None:
-    before, after, output = jax.device_get(states_and_output)
-    assert not any(map(np.any, jax.tree.leaves(output)))
-    for leaf, expected in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(leaf, expected)
-
-
-def begun(engine: Engine, *limits: int) -> tuple[DecodeState, RuleInputs]:
-    """The engine's rows with prompts of these limits, before the first round."""
+def begun(rounds: int, *limits: int) -> tuple[Programs, DecodeState, RuleInputs]:
+    """The programs of an engine, and its rows with prompts of these limits, before any round."""
+    engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=rounds))
     for number, limit in enumerate(limits):
         engine.submit(Request([1, 2, 3 + number], limit))
     engine._run_prompts()
-    return engine._held(), engine._inputs()
+    return engine._programs, engine._held(), engine._inputs()
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None:
-    """The host is one dispatch behind; what it dispatched too much must not cost a round.
-
-    A single round, which is not in a loop, runs all the same, and leaves the rows as they are.
-    """
-    engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=rounds))
-    state, inputs = begun(engine, 12, 12)
-    inputs, run = replace(inputs, seated=None), engine._programs.run
-    while (result := run(state, inputs))[1].count.any():
+def test_a_round_of_which_all_rows_have_finished_leaves_them_as_they_are() -> None:
+    """It runs all the same, since it is in no loop; the host is one dispatch behind."""
+    ours, state, inputs = begun(1, 12, 12)
+    inputs = replace(inputs, seated=None)
+    while (result := ours.run(state, inputs))[1].count.any():
         state = result[0]
     before = jax.device_get(result[0])
-    after, output = jax.device_get(run(result[0], inputs))
+    after, output = jax.device_get(ours.run(result[0], inputs))
     numbers = (output.count, output.num_drafted, output.num_accepted, output.num_rescued)
     assert not any(map(np.any, numbers))
     assert np.all(after.finished)
     np.testing.assert_array_equal(after.length, before.length)
     for row, length in enumerate(before.length):
         np.testing.assert_array_equal(after.tokens[row, :length], before.tokens[row, :length])
-    if rounds > 1:
-        assert_nothing_done(before, after, output)
 
 
 def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     """Another request has its place; one that begins after that runs no round."""
-    engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=3))
-    state, inputs = begun(engine, 1, 40)
-    run = engine._programs.run
-    state, output = run(state, inputs)
+    ours, state, inputs = begun(3, 1, 40)
+    state, output = ours.run(state, inputs)
     count, finished = jax.device_get((output.count, output.finished))
     assert (count[0, :2] > 0).all()
     assert finished[0].tolist() == [True, False, True]
     assert not count[1:].any(), "the rounds after it do not run"
     before = jax.device_get(state)
-    state, output = run(state, inputs)
-    assert_nothing_done(before, state, output)
+    state, output = ours.run(state, inputs)
+    after, nothing = jax.device_get((state, output))
+    assert not any(map(np.any, jax.tree.leaves(nothing)))
+    for leaf, expected in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(leaf, expected)
     # Its request has been read, and nobody has its place yet.
-    left = engine._programs.put_numbers(np.array([False, True, False]))
-    assert (run(state, replace(inputs, seated=left))[1].count[:, 1] > 0).all()
+    left = ours.put_numbers(np.array([False, True, False]))
+    assert (ours.run(state, replace(inputs, seated=left))[1].count[:, 1] > 0).all()
 
 
 @given(st.integers(1, 10**4).map(lambda steps: steps * CAPACITY_STEP))
@@ -212,32 +200,6 @@ def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
     assert all(large <= 2 * small for small, large in itertools.pairwise(steps))
     assert steps[0] < 2 * LEAST_ATTENDED
     assert AttentionBuckets(static, capacity, 4, is_whole=True).steps == (capacity,)
-
-
-def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
-    monkeypatch: pytest.MonkeyPatch, dispatches: Dispatches
-) -> None:
-    """While rows of all lengths grow through the steps."""
-    prompts = [[5, 9], [2] * 3, [token % 48 for token in range(3, 43)], [1, 2, 3, 4, 5]]
-    spec = SPECS["exact"].with_static(num_speculative_tokens=3, eos_token_ids=RARE)
-    monkeypatch.setattr(programs, "CAPACITY_STEP", 16)
-    # Prompts are run together in caches of the first step, which has room for a chunk.
-    monkeypatch.setattr("fly_jax.engine.engine.OFFLINE_PREFILL_TOKENS", 16)
-
-    def decode(least: int) -> tuple[list[list[int]], list[int]]:
-        monkeypatch.setattr(programs, "LEAST_ATTENDED", least)
-        dispatches.clear()
-        rows = pairs.pair_engine(1, spec, 0.2, rows=2).generate(prompts, 90)
-        attended = {before.target.attended for before, _ in dispatches}
-        return [row.token_ids for row in rows], sorted(attended)
-
-    found, steps = decode(16)
-    assert len(steps) > 3
-    assert steps[-1] == 112
-    assert decode(1024) == (found, [112])
-    assert max(map(len, found)) > 60
-    expected = [pairs.until_end(row, RARE) for row in pairs.greedy(pairs.random_target(1), prompts)]
-    assert [row[: pairs.MOST_TOKENS] for row in found] == expected
 
 
 @settings(max_examples=200, deadline=None)

@@ -43,6 +43,7 @@ KINDS = {
     "levels": _LEVEL.with_static(lookup=Lookup()),
     "head below": _LEVEL,
     "auto": _rounds(_FLY, depths=(0, 5)),
+    "auto, lookup": _rounds(Exact(), lookup=Lookup(), depths=(0, 5)),
     "defer": _rounds(_FLY, deferred_window=2),
     "served": _rounds(_FLY),
 }

@@ -13,7 +13,6 @@ import pytest
 from launch_types import Patch
 from refusals import assert_refused
 
-from fly_jax.engine.engine import Engine
 from fly_jax.models import layouts, llama
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, parameter_specs
 from fly_jax.models.cache import empty_cache
@@ -95,13 +94,29 @@ def smaller(plan: Plan) -> dict[str, SmallerDraft]:
     return {one.name: one for one in plan.drafters().smaller}
 
 
-@pytest.mark.parametrize("rules", ["tensor", "tensor_long"])
-@pytest.mark.parametrize(("rows", "prompt_length"), [(1, None), (6, 200), (9, 8000), (40, 30)])
-def test_prompts_are_run_as_by_the_engine(rules: str, rows: int, prompt_length: int | None) -> None:
-    spec = dataclasses.replace(SPEC, rows=rows, prompt_length=prompt_length)
-    layout, sizes = lying("8x8", rules), {"num_slots": rows, "max_length": spec.context}
-    models = (abstract_model(config, layout) for config in (spec.target, spec.draft))
-    engine = Engine(*models, spec.rounds, offline=True, **sizes)
+@pytest.mark.parametrize(
+    ("drafts", "k", "context", "rules", "rows", "prompt_length"),
+    [
+        (["llama-3.1-8b"], 25, 8167, "tensor", 1, None),
+        (["pard-llama-3.2-1b"], 40, 8112, "tensor_long", 6, 200),
+        (["llama-3.1-8b", "pard-llama-3.2-1b"], 25, 8151, "tensor", 9, 8000),
+        (["llama-3.1-8b", "eagle3-llama-3.1-8b"], 25, 8156, "tensor_long", 40, 30),
+    ],
+)
+def test_prompts_are_run_and_caches_have_room_as_in_the_engine(
+    drafts: list[str], k: int, context: int, rules: str, rows: int, prompt_length: int | None
+) -> None:
+    """With contexts of which one position less of room would be a step less of capacity."""
+    rounds = default_round(k).with_static(level_speculative_tokens=(8,) * (len(drafts) - 1))
+    draft, *below = map(preset, drafts)
+    given = {"draft": draft, "below": tuple(below), "rounds": rounds, "context": context}
+    spec = dataclasses.replace(SPEC, **given, rows=rows, prompt_length=prompt_length)
+    layout = lying("8x8", rules)
+    models = [abstract_model(one, layout) for one in (spec.target, *spec.drafts)]
+    engine = spec.engine(models, rounds)
+    assert engine._capacity == spec.workload.capacity
+    held = abstract_state(engine.trace_slots(), [layout] * len(models)).target
+    assert held.capacity == spec.workload.capacity
     given, plan = engine._prefill.plan, spec.chunk_plan(layout)
     groups = plan.groups(spec.prefilled, rows)
     assert groups == given.groups(spec.prefilled, rows)
@@ -109,28 +124,6 @@ def test_prompts_are_run_as_by_the_engine(rules: str, rows: int, prompt_length: 
     for chunks, _ in groups:
         assert given.positions(chunks[0].rows) == plan.positions(chunks[0].rows)
         assert chunks[-1].start + chunks[-1].size >= spec.prefilled
-    held = abstract_state(engine.trace_slots(), [layout, layout]).target
-    assert held.capacity == spec.workload.capacity
-
-
-@pytest.mark.parametrize(
-    ("drafts", "k", "context"),
-    [
-        (["llama-3.1-8b"], 25, 8167),
-        (["pard-llama-3.2-1b"], 40, 8112),
-        (["llama-3.1-8b", "pard-llama-3.2-1b"], 25, 8151),
-        (["llama-3.1-8b", "eagle3-llama-3.1-8b"], 25, 8156),
-    ],
-)
-def test_caches_have_the_engines_room(drafts: list[str], k: int, context: int) -> None:
-    """With contexts of which one position less of room would be a step less of capacity."""
-    rounds = default_round(k).with_static(level_speculative_tokens=(8,) * (len(drafts) - 1))
-    draft, *below = map(preset, drafts)
-    given = {"draft": draft, "below": tuple(below), "rounds": rounds, "context": context}
-    spec = dataclasses.replace(SPEC, **given)
-    models = [abstract_model(one, lying("8x8")) for one in (spec.target, *spec.drafts)]
-    engine = spec.engine(models, rounds)
-    assert engine._capacity == spec.workload.capacity
 
 
 def test_a_level_without_a_size_is_refused() -> None:

@@ -14,7 +14,6 @@ from golden import layout_on
 from rounds import KINDS, compiled_text, copied, engine_of, repeated, round_hlo
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES
@@ -64,48 +63,41 @@ def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
     return dataclasses.replace(TINY[2], **sizes, draft_vocab_size=200, head=own)
 
 
-PLACES = (None, "tensor_whole")  # one device, and 8
-# What meshes of TPUs are given of these test_no_copies_on_slices.py sees, and the README's plan.
-ON_SLICES = ("autoregressive", "exact", "sampled", "fly", "auto", "head below")
-
-
+# Each drafter and each kind, on one device and on 8, not all together: "rules" are all of them, and
+# rows that come and go are served with a K that is chosen. What meshes of TPUs are given of the
+# others test_no_copies_on_slices.py sees.
 @pytest.mark.parametrize(
     ("name", "last", "rules"),
     [
-        *((name, "model", None) for name in KINDS if name != "head below"),
-        *((name, "model", "tensor_whole") for name in KINDS if name not in ON_SLICES),
+        ("auto, lookup", None, None),
+        *((name, "model", None) for name in ("autoregressive", "rules", "sampled", "lookup")),
+        *((name, "model", None) for name in ("levels", "defer")),
+        *((name, "model", "tensor_whole") for name in ("rules", "levels", "defer", "served")),
         ("fly", "pard", None),
         ("head below", "eagle", None),
         ("defer", "eagle", None),
         ("sampled", "eagle", None),
         ("auto", "eagle", "tensor_whole"),
-        ("defer", "block", "tensor_whole"),
         ("auto", "block", None),
         ("head below", "block", None),
     ],
 )
-def test_no_round_copies_a_cache_or_a_stack(name: str, last: str, rules: str | None) -> None:
+def test_no_round_copies_a_cache_or_a_stack(name: str, last: str | None, rules: str | None) -> None:
     static = KINDS[name].static
     above = TINY[: (static.num_speculative_tokens > 0) + len(static.level_speculative_tokens)]
-    head = last_model(last, above)
-    models, layout = placed([*above, head], rules)
+    below = [last_model(last, above)] if last else []
+    models, layout = placed([*above, *below], rules)
     more = {"draft_confidence": 0.5} if last == "block" else {}
     hlo, capacity = round_hlo(name, models, rows=ROWS, context=100, **more)
     assert not repeated(copied(hlo, models, ROWS, capacity))
     if last == "eagle":  # nor its features
+        (head,) = below
         kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
         features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
         assert not repeated(copies(hlo, {features}))
 
 
-def test_k_is_chosen_behind_a_lookup_without_a_copy() -> None:
-    models, _ = placed(TINY[:1], None)
-    more: dict[str, Any] = {"lookup": Lookup(), "depths": (0, 5)}
-    hlo, capacity = round_hlo("exact", models, rows=ROWS, context=100, **more)
-    assert not repeated(copied(hlo, models, ROWS, capacity))
-
-
-@pytest.mark.parametrize("rules", [*PLACES, "tensor"])
+@pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
     slots, (models, layout) = 8, placed(TINY[:2], rules)

@@ -53,7 +53,6 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
         ("head below", LARGE, f"{SMALL} eagle3-{SMALL}", "v5e 8x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.
         ("lookup", "llama-3.2-3b", "llama-3.2-3b", "v5e 1x1"),
-        ("autoregressive", MIDDLE, "", "v5e 4x8"),
         ("autoregressive", MIDDLE, "", "v6e 2x4"),  # it takes more than the memory of 8 v5e
         ("autoregressive", SMALL, "", "v5e 8x8"),
     ],

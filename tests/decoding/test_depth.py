@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_types import Patch
 from random_pairs import CAPACITY, ROWS, SPECS, pair_engine
+from refusals import assert_refused
 
-from fly_jax import FlyJaxError, Lookup, Verdict, Why
+from fly_jax import Lookup, Verdict, Why
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.depth import AcceptanceStats, choose_depth, expected_tokens, observe
 from fly_jax.decoding.programs import Programs
@@ -158,7 +159,6 @@ def test_without_a_draft_for_long_its_rates_are_hoped_for_anew() -> None:
     assert 1 not in chosen[:30]
 
 
-@pytest.mark.parametrize("depths", [(3, 2), (2, 2, 6), (-1, 6), (2, 4)])
-def test_wrong_depths(depths: tuple[int, ...]) -> None:
-    with pytest.raises(FlyJaxError, match="depths"):
-        RoundStatic(6, depths=depths)
+def test_wrong_depths() -> None:
+    for depths in ((3, 2), (2, 2, 6), (-1, 6), (2, 4)):
+        assert_refused("depths", RoundStatic, 6, depths=depths)

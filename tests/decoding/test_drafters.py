@@ -104,13 +104,6 @@ def test_k_follows_from_the_length_of_the_match(monkeypatch: pytest.MonkeyPatch)
     assert set(seen) == set(depths)
 
 
-def test_what_proposes_nothing_is_refused() -> None:
-    assert_refused("prompt_lookup_min is 0", Lookup, min_ngram=0)
-    assert_refused("n-grams of 9 to 8 tokens", Lookup, min_ngram=9)
-    assert_refused("prompt_lookup_tokens is 0", Lookup, num_speculative_tokens=0)
-    assert_refused("without a draft model or a lookup", pairs.pair_engine, PAIR, ROUND, rows=1)
-
-
 @functools.partial(jax.jit, static_argnames="beyond")
 def drafted(
     drafter: Drafter, text: Array, length: Array, known: list[Array], terms: Terms, beyond: float
@@ -321,7 +314,12 @@ def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
         assert after.num_draft_passes == 2 * after.num_rounds  # one to catch up, one for the rest
 
 
-def test_a_wrong_number_of_levels_is_refused() -> None:
+def test_what_is_refused() -> None:
+    """What proposes nothing, and a wrong number of levels."""
+    assert_refused("prompt_lookup_min is 0", Lookup, min_ngram=0)
+    assert_refused("n-grams of 9 to 8 tokens", Lookup, min_ngram=9)
+    assert_refused("prompt_lookup_tokens is 0", Lookup, num_speculative_tokens=0)
+    assert_refused("without a draft model or a lookup", pairs.pair_engine, PAIR, ROUND, rows=1)
     spec = pairs.rounds(4)
     assert_refused("2 draft models were given", pairs.pair_engine, 1, spec, TOP, TOP)
     assert_refused("at least 1 token", spec.with_static, level_speculative_tokens=(4, 0))

@@ -17,14 +17,14 @@ from jaxtyping import Array
 from random_pairs import PROMPTS
 from refusals import assert_refused
 
-from fly_jax import Generation, KVCache, Lookup, Sampling, empty_cache, evidence, verify_step
+from fly_jax import Generation, KVCache, Lookup, Sampling, empty_cache, verify, verify_step
 from fly_jax.decoding import deferral
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Budget, Exact, Fly, Rule, Why, accept
+from fly_jax.verification.rules import Budget, Exact, Fly, Rule, Why
 from fly_jax.verification.rules.loosened import Margin
 
 Emitted = tuple[list[int], str]  # the tokens of a row, and the letters of why they stand there
@@ -36,8 +36,7 @@ PROTECTED = np.isin(np.arange(pairs.CONFIG.vocab_size), pairs.EOS)
 prompt = st.lists(st.integers(0, pairs.CONFIG.vocab_size - 1), min_size=1, max_size=12)
 draft_alone = jax.jit(DraftModel.propose, static_argnames="num_speculative_tokens")
 verify_alone = jax.jit(verify_step)
-evidence_alone = jax.jit(evidence, static_argnames="needs")
-accept_alone = jax.jit(accept)
+decide_alone = jax.jit(verify)
 
 
 @jax.jit
@@ -65,8 +64,7 @@ def foreign_engine(spec: RoundSpec, pair: int, noise: float) -> list[Emitted]:
         proposal, drafter_state = draft_alone(drafter, drafter_state, text, length, DRAFTED, terms)
         logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)
         drawn = {"sampling": sampling, "draft_logits": proposal.logits, "key": verify_keys}
-        seen = evidence_alone(logits, proposal.tokens, needs=rule.needs, **drawn)
-        kept = accept_alone(rule, seen, proposal.tokens, protected=PROTECTED)
+        kept = decide_alone(rule, logits, proposal.tokens, protected=PROTECTED, **drawn)
         for row in sorted(live):
             count = int(kept.num_accepted[row])
             new = [*proposal.tokens[row, :count].tolist(), int(kept.next_token[row])]

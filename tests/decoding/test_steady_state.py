@@ -124,19 +124,15 @@ def test_other_weights_compile_nothing_and_others_their_rounds(compilations: Com
     assert programs_of_ours() == ["_run"]
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_other_numbers_compile_nothing(offline: bool, compilations: Compilations) -> None:
-    """Those of the rule, of its budget and of the sampling are data; so are each request's own."""
+def test_other_numbers_compile_nothing(compilations: Compilations) -> None:
+    """Those of each request's rule, of its budget and of its sampling are data."""
     (prompt, *_), limit, seed = BATCHES[0]
-    exact, first = SPECS["exact"], Budget(Fly(0.3, 2) | Margin(gap=0.3), 8.0)
-    online = None if offline else pairs.pair_engine(1, exact, 0.2, rules=[first], offline=False)
+    first = Budget(Fly(0.3, 2) | Margin(gap=0.3), 8.0)
+    engine = pairs.pair_engine(1, SPECS["exact"], 0.2, rules=[first], offline=False)
 
     def tokens(rule: Budget, sampling: Sampling) -> list[int]:
-        if online is None:
-            engine = engine_for(replace(exact, rule=rule, sampling=sampling))
-            return decoded(engine, [prompt], limit, seed)[0]
-        state = online.submit(Request(prompt, limit, rule, sampling, seed))
-        list(online.run(()))
+        state = engine.submit(Request(prompt, limit, rule, sampling, seed))
+        list(engine.run(()))
         return state.generation.token_ids
 
     before = tokens(first, Sampling(0.7, top_p=0.9))

@@ -120,21 +120,6 @@ def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
         assert [one.generation.token_ids for one in exact] == expected
 
 
-def test_a_common_beginning_is_run_once() -> None:
-    """While the one that it is shared with is still being decoded, and when it is done."""
-    kind = KINDS["rules and sampling"]
-    engine = engine_for(kind)
-    system = np.random.default_rng(1).integers(0, 48, 60).tolist()
-    first, second = (Request([*system, *turn], 20) for turn in ([1, 2, 3], [4, 5]))
-    found = [*finished(engine, [first]), engine.submit(first)]
-    engine.step()
-    found += finished(engine, [second, second])
-    assert [one.num_reused for one in found] == [0, 48, 48, 48]
-    assert engine.num_reused_tokens == 3 * 48
-    assert engine.num_prompt_tokens == sum(len(one.request.prompt) for one in found)
-    check_alone(kind, found)
-
-
 def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     memory, usual = CorrectionMemory("v"), KINDS["rules and sampling"]
     learns = usual.spec.with_static(reports_mismatches=True)

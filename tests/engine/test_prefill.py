@@ -117,6 +117,7 @@ def test_prompts_between_rounds_are_run_by_fours(passes: list[tuple[int, int]]) 
     shared = finished(engine, asked(name, again))
     assert passes == [(4, 16)]
     assert [one.num_reused for one in shared] == [32] * 3
+    assert engine.num_reused_tokens == 3 * 32
     check_alone(engine, [*found, *shared])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.stats
 
 
 class Evidence(NamedTuple):
@@ -68,6 +69,21 @@ def processed_probs(logits: np.ndarray, temperature: float, top_k: int, top_p: f
             if sum(other for other in before if other > prob) >= top_p:
                 mass[token] = 0.0
     return np.array([value / sum(mass) for value in mass])
+
+
+def goodness_of_fit(tokens: Sequence[int], probs: np.ndarray) -> float:
+    """The p-value of a chi-square test; tokens that are expected too seldom share a bin.
+
+    One of probability 0 must not occur at all.
+    """
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert not np.any(counts[probs == 0])
+    both = np.stack([counts, probs * len(tokens)])
+    rare = both[1] < 5
+    both = np.column_stack([both[:, ~rare], both[:, rare].sum(axis=1)])
+    both = both[:, both[1] > 0]
+    # One bin alone fits: nothing else could be drawn.
+    return float(scipy.stats.chisquare(*both).pvalue) if both.shape[1] > 1 else 1.0
 
 
 class Row(NamedTuple):

@@ -114,18 +114,6 @@ CASES = {
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
 
-def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    logits = oracle.random_logits(0, (SHARDED_ROWS, DRAFTED + 1, WIDE))
-    logits += 0.0  # -0.0 ties with 0.0 where they are compared, and not where they are sorted
-    logits[0, 0] = 0.0  # ties between all shards
-    logits[0, 1, [70, 1200, 3450]] = 50.0  # ties between some
-    draft_logits = logits[:, :-1] + rng.normal(size=(SHARDED_ROWS, DRAFTED, WIDE)).astype("f")
-    draft = rng.integers(WIDE, size=(SHARDED_ROWS, DRAFTED))
-    draft[:, ::2] = logits[:, :-1:2].argmax(-1)
-    return logits, draft, draft_logits, np.array([5, 3, 0, 4])
-
-
 @pytest.mark.parametrize(
     ("name", "case", "more"),
     [
@@ -140,10 +128,21 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
 ) -> None:
     (entropy, sampling), (rows, vocab) = CASES[case], LAYOUTS[name]
     layout = Layout(MESH, ShardingRules(rows=rows, vocab=vocab))
-    logits, draft, draft_logits, num_drafted = sharded_inputs()
+    rng = np.random.default_rng(0)
+    logits = oracle.random_logits(0, (SHARDED_ROWS, DRAFTED + 1, WIDE))
+    logits += 0.0  # -0.0 ties with 0.0 where they are compared, and not where they are sorted
+    logits[0, 0] = 0.0  # ties between all shards
+    logits[0, 1, [70, 1200, 3450]] = 50.0  # ties between some
+    draft_logits = logits[:, :-1] + rng.normal(size=(SHARDED_ROWS, DRAFTED, WIDE)).astype("f")
+    draft = rng.integers(WIDE, size=(SHARDED_ROWS, DRAFTED))
+    draft[:, ::2] = logits[:, :-1:2].argmax(-1)
     sharding = layout.sharding(("rows", None, "vocab"), logits.shape)
     placed, placed_draft = jax.device_put((logits, draft_logits), sharding)
-    keywords = {"num_drafted": num_drafted, "key": jax.random.key(4), "sampling": sampling}
+    keywords = {
+        "num_drafted": np.array([5, 3, 0, 4]),
+        "key": jax.random.key(4),
+        "sampling": sampling,
+    }
     num_top = 5 if more else 0
     needs = Needs(entropy, full_entropy=more, top=num_top)
     expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, needs=needs)

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from random_pairs import (
-    SPECS,
-    autoregressive,
-    batch_engine,
-    logits_after,
-    random_draft,
-    random_target,
-)
+from random_pairs import PROMPTS, SPECS, pair_engine
 from refusals import assert_refused, sentence
 
 from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
-from fly_jax.verification.rules import Exact, Rule
+from fly_jax.verification.rules import Exact, Rule, Why
 from fly_jax.verification.rules.loosened import Csd
-
-PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
-DRAFTED, MAX_NEW_TOKENS = 5, 20
-ANYTHING = Csd(1e-6)
 
 look_up = jax.jit(is_remembered)
 
@@ -155,51 +145,36 @@ def test_bad_files(tmp_path: Path) -> None:
     assert_refused("min_count=-1", CorrectionMemory, "v", min_count=-1)
 
 
-@functools.cache
-def corrected_by_hand() -> list[tuple[int, int]]:
-    """First mismatches of exact decoding, from whole passes without a cache."""
-    found = []
-    texts = autoregressive(random_target(1), PROMPTS, MAX_NEW_TOKENS)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        # Up to its first mismatch a draft is the text itself.
-        own = logits_after(random_draft(1, 0.2), [*prompt, *text]).argmax(-1)[len(prompt) - 1 :]
-        start = 0
-        while start < len(text):
-            block = range(start, min(start + DRAFTED, len(text)))
-            wrong = next((at for at in block if own[at] != text[at]), None)
-            if wrong is None:
-                start += DRAFTED + 1
-            else:
-                found.append((int(own[wrong]), text[wrong]))
-                start = wrong + 1
-    return sorted(found)
-
-
 def engine_with(rule: Rule, memory: CorrectionMemory) -> Engine:
-    spec = dataclasses.replace(SPECS["exact"].with_static(reports_mismatches=True), rule=rule)
-    return batch_engine(random_target(1), random_draft(1, 0.2), spec, memory=memory)
+    spec = SPECS["exact"].with_static(reports_mismatches=True, audits=True)
+    return pair_engine(1, dataclasses.replace(spec, rule=rule), 0.2, memory=memory)
 
 
 def counts(memory: CorrectionMemory) -> list[tuple[int, int]]:
     return sorted((drafted, own) for drafted, own, times in memory.counts() for _ in range(times))
 
 
+def told(rows: Sequence[Generation], *whys: Why) -> list[tuple[int, int]]:
+    """What was drafted and what the target would say, where tokens stand for these reasons."""
+    reports = (one for row in rows for one in row.reports)
+    return sorted((one.draft_id, one.choice_id) for one in reports if one.why in whys)
+
+
 def test_exact_decoding_teaches_what_it_corrects() -> None:
     memory = CorrectionMemory("v")
     teacher = engine_with(Exact(), memory)
-    teacher.warm_up_for(teacher.requests(PROMPTS, MAX_NEW_TOKENS))
+    teacher.warm_up_for(teacher.requests(PROMPTS, 20))
     assert len(memory) == 0
-    teacher.generate(PROMPTS, MAX_NEW_TOKENS)
-    assert counts(memory) == corrected_by_hand()
+    rows = teacher.generate(PROMPTS, 20)
+    assert counts(memory) == told(rows, Why.CORRECTED)
     assert len(memory) > 5
 
 
 def test_csd_learns_while_it_decodes() -> None:
     """From nothing: what was corrected once is rescued from then on, and counted further."""
     memory = CorrectionMemory("v", min_count=0)
-    learner = engine_with(ANYTHING, memory)
-    first, again = (learner.generate(PROMPTS, MAX_NEW_TOKENS) for _ in range(2))
+    learner = engine_with(Csd(1e-6), memory)
+    first, again = (learner.generate(PROMPTS, 20) for _ in range(2))
     rescues = [sum(row.num_rescued_tokens for row in rows) for rows in (first, again)]
     assert rescues[1] > rescues[0]
-    corrected = sum(why.letter == "c" for row in (*first, *again) for why in row.why)
-    assert len(counts(memory)) == sum(rescues) + corrected
+    assert counts(memory) == told([*first, *again], Why.CORRECTED, Why.RESCUED)

@@ -67,13 +67,6 @@ def seen(accepted: np.ndarray, entropy: np.ndarray | float = UNDECIDED) -> Targe
     )
 
 
-def one_row(rule: Rule, block: str) -> Verdict:
-    """The decision on a block such as "mmxmm"."""
-    accepted = np.array([[letter == "m" for letter in block]])
-    entropy = np.array([[MISMATCHES.get(letter, UNDECIDED) for letter in block]])
-    return decide(rule, seen(accepted, entropy), jnp.full(accepted.shape, 2))
-
-
 def whys(result: Verdict, row: int = 0) -> list[str]:
     return [Why(int(why)).name for why in result.why[row]]
 
@@ -129,7 +122,9 @@ BLOCKS: dict[str, tuple[Rule, str, str, str]] = {
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks_that_are_easy_to_get_wrong(case: str) -> None:
     rule, block, emitted, reason = BLOCKS[case]
-    result = one_row(rule, block)
+    accepted = np.array([[letter == "m" for letter in block]])
+    entropy = np.array([[MISMATCHES.get(letter, UNDECIDED) for letter in block]])
+    result = decide(rule, seen(accepted, entropy), jnp.full(accepted.shape, 2))
     kept = [{"m": "MATCHED", "r": "RESCUED"}[letter] for letter in emitted[:-1]]
     decided = [*kept, reason] if reason else kept
     assert whys(result) == [*decided, *["DROPPED"] * (len(block) - len(decided))]
@@ -171,15 +166,12 @@ SETTINGS: dict[str, Rule] = {
 }
 
 
-def on_stored(rule: Rule, num_draft: int) -> Verdict:
-    logits = STORED[f"logits_{num_draft}"] * np.float32(STORED["scale"])
-    return verdict_on(rule, logits, STORED[f"draft_{num_draft}"].astype(np.int32))
-
-
 @pytest.mark.parametrize("num_draft", [6, 7, 15, 25])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_decides_as_the_reference_code_does(setting: str, num_draft: int) -> None:
-    verdict = on_stored(SETTINGS[setting], num_draft)
+    logits = STORED[f"logits_{num_draft}"] * np.float32(STORED["scale"])
+    draft = STORED[f"draft_{num_draft}"].astype(np.int32)
+    verdict = verdict_on(SETTINGS[setting], logits, draft)
     np.testing.assert_array_equal(verdict.num_accepted, STORED[f"accepted_{num_draft}_{setting}"])
     np.testing.assert_array_equal(verdict.next_token, STORED[f"next_{num_draft}_{setting}"])
 

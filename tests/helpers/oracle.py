@@ -146,12 +146,6 @@ def loosened_row(
     return Row(num_drafted, "BONUS", why, num_rescued), spent
 
 
-def lossless_row(accepted: list[bool], num_drafted: int) -> Row:
-    """`Exact`, whatever accepted the tokens."""
-    size = len(accepted)
-    return loosened_row(accepted, [True] * size, num_drafted, [], [0.0] * size)[0]
-
-
 def fly_row(
     accepted: list[bool],
     entropy: list[float],

@@ -18,9 +18,8 @@ import jax
 import numpy as np
 import oracle
 import pytest
-import test_vllm_row_rules as row_rules
+import scipy.stats
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from test_vllm_row_rules import LONGEST, ROWS, TOKENS, VOCAB, Batch, assert_fits, batch
 
 if importlib.util.find_spec("tpu_inference") is None:
     pytest.skip(
@@ -37,8 +36,26 @@ from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules
 from fly_jax.integrations.vllm_tpu.runner import LoosenedSampler
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
+from fly_jax.verification.rules import Exact, Fly, Rule, per_row
+from fly_jax.verification.verify import verify_flat
 
-FLY = {"rule": "fly", "entropy_threshold": row_rules.THRESHOLD, "window_size": row_rules.WINDOW}
+VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
+PROTECTED = np.arange(VOCAB) == 3
+RULE = Fly(0.6, 1)
+FLY = {"rule": "fly", "entropy_threshold": 0.6, "window_size": 1}
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def batch(seed: int) -> Batch:
+    """Counts, drafts, logits and bonus tokens of ragged requests; some draft nothing."""
+    chance = np.random.default_rng(seed)
+    counts = chance.integers(0, LONGEST + 1, ROWS)
+    counts[chance.integers(ROWS)] = 0
+    logits = chance.normal(0, 1.5, (TOKENS, VOCAB)).astype(np.float32)
+    drafts, is_own = chance.integers(0, VOCAB, TOKENS), chance.random(TOKENS) < 0.75
+    drafts[is_own] = logits.argmax(-1)[is_own]
+    bonus = chance.integers(0, VOCAB, ROWS)
+    return counts.astype(np.int32), drafts.astype(np.int32), logits, bonus.astype(np.int32)
 
 
 def mesh(ranks: int, shards: int = 2) -> Mesh:
@@ -48,7 +65,7 @@ def mesh(ranks: int, shards: int = 2) -> Mesh:
 
 def sampler(ranks: int = 1, **asked: Any) -> LoosenedSampler:
     rows = RowRules(decoding_config(FLY | asked, LONGEST), 2 * ROWS)
-    given = {"max_drafted": LONGEST, "protected": np.arange(VOCAB) == row_rules.NEVER}
+    given = {"max_drafted": LONGEST, "protected": PROTECTED}
     return LoosenedSampler(mesh(ranks), rows, **given, memory=None)
 
 
@@ -71,16 +88,18 @@ def called(
     return np.asarray(one(drafts, counts, None, logits, bonus, metadata(temperature), key))
 
 
-def test_greedy_requests_are_the_oracles_and_those_that_ask_for_it_exact() -> None:
+def test_greedy_requests_are_those_of_the_rule_and_those_that_ask_for_it_exact() -> None:
+    """As `verify_flat` decides, which tests/verification holds against an oracle."""
     one = sampler()
 
-    def assert_oracles(seed: int, loose: list[bool]) -> None:
-        inputs = batch(seed)
-        found = row_rules.rows_of(called(one, inputs), inputs[0])
-        assert found == row_rules.greedy_rows(inputs, loose)
+    def assert_same(seed: int, rule: Rule) -> None:
+        counts, drafts, logits, bonus = inputs = batch(seed)
+        given = {"max_drafted": LONGEST, "protected": PROTECTED}
+        expected = verify_flat(rule, logits, drafts, counts, bonus, **given)
+        assert called(one, inputs).tolist() == expected.tokens.tolist()
 
     for seed in range(6):
-        assert_oracles(seed, [True] * ROWS)
+        assert_same(seed, RULE)
 
     def parameters(name: str) -> Any:
         asked = {"fly_jax": {"rule": "exact"}} if int(name) % 2 else None
@@ -88,7 +107,7 @@ def test_greedy_requests_are_the_oracles_and_those_that_ask_for_it_exact() -> No
 
     names = [str(row) for row in range(ROWS)]
     one.begin(names, names, parameters)
-    assert_oracles(1, [row % 2 == 0 for row in range(ROWS)])
+    assert_same(1, per_row([RULE, Exact()] * (ROWS // 2), like=[RULE]))
 
 
 def test_where_nothing_is_rescued_it_is_the_stock_sampler_bit_for_bit() -> None:
@@ -121,7 +140,11 @@ def test_sampled_requests_have_the_targets_distribution() -> None:
     )
     inputs = counts, drafts, np.broadcast_to(logits, (TOKENS, VOCAB)), bonus
     found = [called(one, inputs, 0.8, seed)[:ROWS] for seed in range(300)]
-    assert_fits(np.concatenate(found), oracle.processed_probs(logits, 0.8, 5, 0.9))
+    expected = oracle.processed_probs(logits, 0.8, 5, 0.9)
+    number, live = np.bincount(np.concatenate(found), minlength=VOCAB), expected > 0
+    assert number[~live].sum() == 0
+    fit = scipy.stats.chisquare(number[live], expected[live] * number.sum())
+    assert fit.pvalue > 1e-3
 
 
 # Of the draft model: its vocabulary, K, rows of a rank, longest text, and tokens of a page.

@@ -46,6 +46,8 @@ def test_405b_on_64_devices() -> None:
 
 
 def test_cache_by_rows_or_by_positions() -> None:
+    """And a draft that is replicated has its rows over data alone."""
+
     def placed(rows: int, *layout: str) -> P:
         shape = cache_shape(preset("llama-3.1-405b"), rows, 8192)
         return pod_layout(*layout).spec(CACHE_AXES, shape)
@@ -56,33 +58,39 @@ def test_cache_by_rows_or_by_positions() -> None:
     assert placed(16, "2x8x8") == P(None, ("data", "y"), "x", None, None)
     assert placed(2, "2x8x8") == P(None, "data", "x", None, None)
     assert placed(16, "2x8x8", "replicated") == P(None, "data", None, None, None)
-
-
-def test_replicated_splits_rows_over_data_alone() -> None:
     draft = pod_layout("2x8x8", "replicated")
     for spec in parameter_specs(preset("llama-3.2-1b")).values():
         assert set(draft.spec(spec.axes, spec.shape)) == {None}
     assert draft.spec(("rows", None), (16, 5)) == P("data", None)
 
 
+BOTH = ("x", "y")
+
+
 @pytest.mark.parametrize(
-    ("size", "expected"), [(16, ("x", "y")), (8, ("x", "y")), (6, "x"), (4, "x"), (3, None)]
+    ("mesh", "axes", "shape", "expected"),
+    [
+        # What does not divide loses the last axes.
+        *(("2x4", ("ffw",), (size,), P(BOTH)) for size in (16, 8)),
+        *(("2x4", ("ffw",), (size,), P("x")) for size in (6, 4)),
+        ("2x4", ("ffw",), (3,), P(None)),
+        # An axis is used once, and none that the mesh lacks or that holds one device.
+        ("2x4", ("cache_batch", None, "vocab"), (4, 1, 8), P("y", None, "x")),
+        ("2x4", ("vocab", "ffw"), (8, 8), P(BOTH, None)),
+        ("2x4", ("vocab", "ffw"), (6, 4), P("x", "y")),  # the second may, what the first cannot
+        ("8", ("ffw", "cache_batch"), (8, 8), P("x", None)),
+        ("1x8", ("ffw", "kv_heads"), (8, 8), P("y", None)),
+        ("1x1", ("ffw", "cache_batch"), (8, 8), P(None, None)),
+    ],
 )
-def test_what_does_not_divide_loses_the_last_axes(size: int, expected: object) -> None:
-    assert layout_on("2x4").spec(("ffw",), (size,)) == P(expected)
-
-
-def test_a_mesh_axis_is_used_once_and_none_that_the_mesh_lacks_or_that_holds_one_device() -> None:
-    assert layout_on("2x4").spec(("cache_batch", None, "vocab"), (4, 1, 8)) == P("y", None, "x")
-    assert layout_on("2x4").spec(("vocab", "ffw"), (8, 8)) == P(("x", "y"), None)
-    # What the first cannot use, the second may.
-    assert layout_on("2x4").spec(("vocab", "ffw"), (6, 4)) == P("x", "y")
-    assert layout_on("8").spec(("ffw", "cache_batch"), (8, 8)) == P("x", None)
-    assert layout_on("1x8").spec(("ffw", "kv_heads"), (8, 8)) == P("y", None)
-    assert layout_on("1x1").spec(("ffw", "cache_batch"), (8, 8)) == P(None, None)
+def test_how_axes_are_divided(
+    mesh: str, axes: tuple[str, ...], shape: tuple[int, ...], expected: P
+) -> None:
+    assert layout_on(mesh).spec(axes, shape) == expected
 
 
 def test_fallbacks_say_which_dimension() -> None:
+    """And an unknown axis or a wrong rank is not passed over."""
     specs = {
         "query": ParameterSpec((2, 6), ("embed", "q_heads")),
         "gate": ParameterSpec((3, 8), ("embed", "ffw")),
@@ -94,9 +102,6 @@ def test_fallbacks_say_which_dimension() -> None:
         "key: kv_heads of 3 does not divide over 2 devices (x), replicated",
     ]
     assert layout_on("1x1").fallbacks(specs) == []
-
-
-def test_an_unknown_axis_or_a_wrong_rank_is_not_passed_over() -> None:
     with pytest.raises(AttributeError, match="vocabulary"):
         layout_on("2x4").spec(("vocabulary",), (8,))
     with pytest.raises(ValueError, match="zip"):
@@ -178,27 +183,22 @@ def _machine(monkeypatch: Patch, count: int) -> list[SimpleNamespace]:
     return devices
 
 
-@pytest.mark.parametrize(("text", "count"), [("8x8", 8), ("2x2", 8), ("8", 4), ("2x1", 1)])
-def test_wrong_number_of_accelerators(monkeypatch: Patch, text: str, count: int) -> None:
-    _machine(monkeypatch, count)
-    spec = parse_mesh(text)
-    needs = f"mesh {text} needs {spec.num_devices} devices and this machine has {count} "
-    assert_refused(needs, create_mesh, spec)
-
-
-def test_accelerators_that_fit(monkeypatch: Patch) -> None:
+def test_accelerators_that_fit_or_do_not(monkeypatch: Patch) -> None:
+    """Several processes need a mesh of all their devices."""
+    for text, count in (("8x8", 8), ("2x2", 8), ("8", 4), ("2x1", 1)):
+        _machine(monkeypatch, count)
+        spec = parse_mesh(text)
+        needs = f"mesh {text} needs {spec.num_devices} devices and this machine has {count} "
+        assert_refused(needs, create_mesh, spec)
     devices = _machine(monkeypatch, 8)
-    assert create_mesh(parse_mesh("1x1")) == devices[:1]
-    assert create_mesh(parse_mesh("2x4")) == devices
-
-
-def test_several_processes_need_a_mesh_of_all_their_devices(monkeypatch: Patch) -> None:
+    for text, number in (("1x1", 1), ("2x4", 8)):
+        assert create_mesh(parse_mesh(text)) == devices[:number]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    _machine(monkeypatch, 8)
-    needs = "needs .* and the 2 processes have 8 "
     for text in ("1x1", "2x2", "4x4"):
-        assert_refused(f"mesh {text} {needs}", create_mesh, parse_mesh(text))
+        assert_refused(
+            f"mesh {text} needs .* and the 2 processes have 8 ", create_mesh, parse_mesh(text)
+        )
     for text in ("1x1", "3x3"):
         undivided = f"mesh {text} does not divide over 2 processes"
         assert_refused(undivided, prepare_devices, parse_mesh(text), 2)
-    assert len(create_mesh(parse_mesh("2x4"))) == 8
+    assert create_mesh(parse_mesh("2x4")) == devices

@@ -28,18 +28,15 @@ def in_slurm(monkeypatch: Patch, **changes: str) -> None:
         monkeypatch.setenv(f"SLURM_{name}", value)
 
 
-def test_alone() -> None:
+def test_alone_or_as_it_is_typed() -> None:
     assert detect_process() is None
     assert detect_process(num_processes=1) is None
     assert broadcast({"a": 1}) == {"a": 1}
     assert gather("b") == ["b"]
     with pytest.raises(FlyJaxError, match=r"^It is broken; mend it\.$"), joint_errors():
         raise FlyJaxError("It is broken; mend it.")
-
-
-@pytest.mark.parametrize("given", [("host-a:8476", 4, 3), ("[::1]:8476", 2, 0)])
-def test_what_is_typed(given: tuple[str, int, int]) -> None:
-    assert detect_process(*given) == ProcessInfo(*given)
+    for given in (("host-a:8476", 4, 3), ("[::1]:8476", 2, 0)):  # what is typed
+        assert detect_process(*given) == ProcessInfo(*given)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
-"""The tiny models of tests/fixtures/golden, layouts on the simulated devices, and equal models."""
+"""The tiny models of tests/fixtures/golden, altered and equal ones, and layouts on the devices."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -18,6 +22,16 @@ GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 def layout_on(mesh: str | None, rules: str = "tensor") -> Layout | None:
     """A layout; None without a mesh."""
     return None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+
+
+def altered(source: Path, to: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """A copy of a checkpoint with these fields and tensors too; None in place of a tensor is none."""
+    shutil.copytree(source, to, dirs_exist_ok=True)
+    config, weights = to / "config.json", to / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    kept = {name: one for name, one in (load_file(weights) | tensors).items() if one is not None}
+    save_file(kept, weights)
+    return to
 
 
 def assert_same(found: Llama, expected: Llama, dtype: jnp.dtype | None = None) -> None:

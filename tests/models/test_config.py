@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import gguf
 import numpy as np
 import pytest
 from gguf_files import write
-from golden import GOLDEN
+from golden import GOLDEN, altered, assert_same
 from refusals import assert_refused
-from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.architectures import config_fields, config_of, parameter_specs, read_config
 from fly_jax.models.checkpoints.gguf_file import open_gguf
-from fly_jax.models.checkpoints.load import open_weights
+from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.presets import PRESETS, PUBLISHED, preset
 from fly_jax.models.rope_scaling import YarnScaling
 
@@ -34,16 +32,6 @@ def folder_with(folder: Path, config: dict[str, Any], **others: dict[str, Any]) 
     for stem, content in {"config": config, **others}.items():
         (folder / f"{stem}.json").write_text(json.dumps(content))
     return folder
-
-
-def test_v4_spelling_is_the_same_model() -> None:
-    """Also with the scaling by its oldest name."""
-    assert "rope_parameters" in LLAMA31
-    assert "rope_parameters" not in LLAMA31_V4
-    assert config_of(LLAMA31_V4) == config_of(LLAMA31)
-    scaling = dict(LLAMA31_V4["rope_scaling"])
-    scaling["type"] = scaling.pop("rope_type")
-    assert config_of(LLAMA31_V4 | {"rope_scaling": scaling}) == config_of(LLAMA31)
 
 
 def test_fields_that_old_files_lack() -> None:
@@ -158,23 +146,28 @@ def test_rotary_fields_without_effect() -> None:
 
 
 def test_tensors_beyond_the_family(tmp_path: Path) -> None:
-    """Rotary tables of old checkpoints have no effect, nor have biases of zero, as GPTQ writes."""
-    file = shutil.copytree(GOLDEN / "llama2", tmp_path / "copy") / "model.safetensors"
-    stored, ones, zeros = load_file(file), np.ones(8, np.float32), np.zeros(8, np.float16)
-    for name in ("self_attn.o_proj.bias", "self_attn.q_norm.weight"):
-        save_file({**stored, f"model.layers.0.{name}": ones}, file)
-        told = f"{name}, which models of type 'llama' do not have"
-        assert_refused(told, open_weights, file.parent)
-    for name, value in (("rotary_emb.inv_freq", ones[:4]), ("o_proj.bias", zeros)):
-        save_file({**stored, f"model.layers.0.self_attn.{name}": value}, file)
-        open_weights(file.parent)
+    """Without effect are an unembedding that is tied, and as old checkpoints and GPTQ write them
+    rotary tables and biases of zero.
+    """
+    attention = "model.layers.0.self_attn"
+    for name in (f"{attention}.o_proj.bias", f"{attention}.q_norm.weight"):
+        folder = altered(GOLDEN / "llama2", tmp_path, {}, {name: np.ones(8, np.float32)})
+        told = rf"{name}, which models of type 'llama' do not have"
+        assert_refused(told, open_weights, folder)
+    model = load_llama(GOLDEN / "llama32")
+    assert model.config.tied_embeddings
+    more = {
+        f"{attention}.rotary_emb.inv_freq": np.full(6, np.nan),
+        f"{attention}.o_proj.bias": np.zeros(32, np.float16),
+        "lm_head.weight": np.asarray(model.parameters()["embedding"]),
+    }
+    assert_same(load_llama(altered(GOLDEN / "llama32", tmp_path, {}, more)), model)
 
 
 def test_other_layers_than_the_configuration_has(tmp_path: Path) -> None:
-    folder = shutil.copytree(GOLDEN / "llama2", tmp_path / "copy")
     below = r"model\.layers\.1\..*do not have"
     for layers, told in ((1, below), (9_000, "num_layers=9000; there"), (400_000, "400000")):
-        folder_with(folder, FIELDS | {"num_hidden_layers": layers})
+        folder = altered(GOLDEN / "llama2", tmp_path, {"num_hidden_layers": layers}, {})
         assert_refused(told, open_weights, folder)
 
 

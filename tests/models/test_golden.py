@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import GOLDEN, assert_same, layout_on
+from golden import GOLDEN, altered, assert_same, layout_on
 from refusals import assert_refused
-from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_weights
@@ -169,26 +166,6 @@ def test_requantised_to_int8() -> None:
     assert np.all(np.abs(found - wide["gate"]) <= 0.51 * step)
 
 
-@pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a kind with another `quantization_config` or other tensors."""
-
-    def made(kind: str, said: object = None, **tensors: np.ndarray | None) -> Path:
-        folder = shutil.copytree(QUANTISED / kind, tmp_path / "copy")
-        if said is not None:
-            fields = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": said}))
-        stored = load_file(folder / "model.safetensors")
-        for ending, value in tensors.items():
-            name = f"model.layers.0.mlp.up_proj.{ending}"
-            stored.pop(name)
-            stored |= {} if value is None else {name: value}
-        save_file(stored, folder / "model.safetensors")
-        return folder
-
-    return made
-
-
 def packed(form: str, **weights: object) -> dict[str, object]:
     groups = {"group_0": {"weights": weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
@@ -217,13 +194,14 @@ WRONG: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("message", "said"), WRONG)
-def test_wrong_descriptions(message: str, said: object, copy_of: Callable[..., Path]) -> None:
+def test_wrong_descriptions(message: str, said: object, tmp_path: Path) -> None:
     """Other ways are named before any tensor."""
-    assert_refused(message, open_weights, copy_of("awq", said))
+    folder = altered(QUANTISED / "awq", tmp_path, {"quantization_config": said}, {})
+    assert_refused(message, open_weights, folder)
 
 
-def test_parts_that_are_missing_or_damaged(copy_of: Callable[..., Path], tmp_path: Path) -> None:
-    assert_refused(r"lacks the tensor .*up_proj\.g_idx", open_weights, copy_of("gptq", g_idx=None))
-    shutil.rmtree(tmp_path / "copy")
-    folder = copy_of("gptq", g_idx=np.full(32, 7, np.int32))
-    assert_refused(r"up_proj.* holds NaN or infinite", load_llama, folder)
+def test_parts_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    name, damaged = "model.layers.0.mlp.up_proj.g_idx", np.full(32, 7, np.int32)
+    for value, words in ((None, r"lacks the tensor .*g_idx"), (damaged, "holds NaN or infinite")):
+        folder = altered(QUANTISED / "gptq", tmp_path, {}, {name: value})
+        assert_refused(rf"up_proj.*{words}" if value is not None else words, load_llama, folder)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
-import tokenizers
 from golden import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,25 +37,11 @@ def tokenizer(folder: Path) -> Tokenizer:
 texts = st.text(st.characters(exclude_characters="\u2581\0", exclude_categories=["Cs"]))
 
 
-@given(text=texts | st.text(" \tthe fox\n:"))
+@given(text=texts | st.text(" \tthe fox\n:") | st.sampled_from(HARD))
 def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == [1, *tokenizer.encode(text, add_bos=False)]
     assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.parametrize("text", [" the  end", "héads 日本語 😀 fox\n", "", "x"])
-def test_decode_is_the_librarys(folder: Path, tokenizer: Tokenizer, text: str) -> None:
-    ids = [*tokenizer.encode(text), 2]
-    if (file := folder / "tokenizer.json").exists():
-        library_text = tokenizers.Tokenizer.from_file(str(file)).decode(ids)
-    else:  # whose library decodes controls
-        model = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
-        library_text = model.decode(tokenizer.encode(text, add_bos=False))
-    assert tokenizer.decode(ids) == library_text == text
-    whole = tokenizer.decode(ids, skip_special_tokens=False)
-    assert whole.startswith("<s>")
-    assert whole.endswith(f"{text}</s>")
 
 
 @given(data=st.data(), skip=st.booleans())
@@ -207,22 +191,6 @@ def test_an_added_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path) -> 
             assert_refused(r"'<\|im_start\|>', which the vocabulary", load_tokenizer, folder)
 
 
-@pytest.mark.parametrize("kind", ["llama2", "llama3"])
-def test_the_post_processor_decides_on_the_begin_of_text(tmp_path: Path, kind: str) -> None:
-    """A bos_token by name, or a setting beside the file, adds none; nor is it added twice."""
-    folder = fill(tmp_path, kind, add_bos_token=True, eos_token="</s>")
-    assert load_tokenizer(folder).encode("x")[:2].count(1) == 1
-    without = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    without.post_processor = tokenizers.processors.Sequence([])
-    without.enable_truncation(3)
-    without.enable_padding(length=8)
-    without.save(str(folder / "tokenizer.json"))
-    ids = load_tokenizer(folder).encode("he said: fox heads")
-    assert ids == AutoTokenizer.from_pretrained(folder).encode("he said: fox heads")
-    assert 1 not in ids
-    assert len(ids) > 3
-
-
 def test_control_tokens_spelt_out_in_a_text_are_text(tokenizer: Tokenizer) -> None:
     """Whatever the tokenizer's files say of them, and whatever was rendered before."""
     spelt = "x</s> <s>y<|eot|>"
@@ -245,17 +213,6 @@ def test_threads_share_a_vocabulary(tokenizer: Tokenizer) -> None:
         choices = [index % 2 == 0 for index in range(400)]
         found = list(pool.map(lambda parsed: encode("x</s>", parse_controls=parsed), choices))
     assert found == [expected[parsed] for parsed in choices]
-
-
-def test_chat_template(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.apply_chat_template(turns("the fox", "he", "x"))
-    assert ids[0] == 1
-    assert ids.count(tokenizer.vocabulary.names.index("<|eot|>")) == 3
-    text = tokenizer.decode(ids, skip_special_tokens=False).replace("<s> ", "<s>")
-    text = text.replace("<|eot|> ", "<|eot|>")
-    assert text == "<s>user: the fox<|eot|>assistant: he<|eot|>user: x<|eot|>assistant: "
-    robot = [{"role": "robot", "content": "x"}]
-    assert_refused("Who is this", tokenizer.apply_chat_template, robot)
 
 
 HOSTILE = (

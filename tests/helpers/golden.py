@@ -25,7 +25,7 @@ def layout_on(mesh: str | None, rules: str = "tensor") -> Layout | None:
 
 
 def altered(source: Path, to: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> Path:
-    """A copy of a checkpoint with these fields and tensors too; None in place of a tensor is none."""
+    """A copy of a checkpoint with these fields and tensors too; None stands for no tensor."""
     shutil.copytree(source, to, dirs_exist_ok=True)
     config, weights = to / "config.json", to / "model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))

@@ -1,4 +1,7 @@
-"""Checkpoints in Hugging Face layout come back as they were saved, split as the layout says."""
+"""Checkpoints come back as they were saved, and what `convert` writes as it was converted.
+
+Under any mesh, split as the layout says; and a killed conversion goes on where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import json
 import math
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +27,17 @@ import pytest
 from gguf_files import tensors_of, write
 from golden import assert_same, layout_on
 from launch_types import Patch
+from refusals import assert_refused, sentence
 from safetensors.numpy import load_file, save_file
 from tiny_pair import write_pair
 
 from fly_jax.models.architectures import Group, LlamaConfig, parameter_specs
+from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.source import identity
-from fly_jax.models.checkpoints.write import save_hf
+from fly_jax.models.checkpoints.write import carry_tokenizer, convert, save_hf
 from fly_jax.models.llama import Llama
 
 
@@ -66,8 +75,7 @@ def split_with_index(folder: Path, num_files: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("tied", "dtype"), [(False, jnp.float32), (True, jnp.bfloat16)])
 def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> None:
     model = saved(tmp_path, tiny(tied=tied))
     loaded = load_llama(tmp_path, dtype=dtype)
@@ -122,23 +130,6 @@ def test_reads_each_stored_type(tmp_path: Path, stored: type) -> None:
     np.testing.assert_array_equal(found, changed["lm_head.weight"].astype(np.float32).T)
 
 
-def test_files_hold_the_tensors_of_transformers(tmp_path: Path) -> None:
-    """Matrices [out, in], query heads one after the other."""
-    parameters = saved(tmp_path, tiny(tied=False)).parameters()
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert len(tensors) == 3 + 9 * 3
-    query = tensors["model.layers.2.self_attn.q_proj.weight"][6 * 5 : 6 * 6]
-    output = tensors["model.layers.1.self_attn.o_proj.weight"][:, 6 * 5 : 6 * 6]
-    for found, expected in (
-        (query, parameters["query"][2, :, 5].T),
-        (output, parameters["output"][1, 5].T),
-        (tensors["model.layers.0.mlp.down_proj.weight"], parameters["down"][0].T),
-        (tensors["lm_head.weight"], parameters["unembedding"].T),
-        (tensors["model.embed_tokens.weight"], parameters["embedding"]),
-    ):
-        np.testing.assert_array_equal(found, expected)
-
-
 def test_files_are_for_those_whom_the_umask_lets_read(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
@@ -146,16 +137,6 @@ def test_files_are_for_those_whom_the_umask_lets_read(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o640}
-
-
-def test_tensors_that_are_not_parameters_are_ignored(tmp_path: Path) -> None:
-    """Old checkpoints store the rotary frequencies, tied ones sometimes an unembedding."""
-    model = saved(tmp_path, tiny(tied=True))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.full(3, np.nan, np.float64)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert_same(load_llama(tmp_path, dtype=jnp.bfloat16), model, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +147,7 @@ def test_no_more_than_a_layer_is_held_beside_the_model(
 ) -> None:
     """benchmarks/load_memory.py measures the same in bytes of the process."""
     # Rows of 32 numbers, and ends of texts, are what GGUF files have.
-    sizes = {"num_layers": 12, "embed_size": 32, "ffw_size": 64, "head_size": 8}
+    sizes = {"num_layers": 6, "embed_size": 32, "ffw_size": 64, "head_size": 8}
     config = dataclasses.replace(tiny(tied=True), **sizes, bos_token_id=1, eos_token_ids=(2,))
     path, tensors = tmp_path, tensors_of(saved(tmp_path, config))
     if source is GgufSource:
@@ -183,12 +164,11 @@ def test_no_more_than_a_layer_is_held_beside_the_model(
         return arrays
 
     monkeypatch.setattr(source, "read", read)
-    gc.collect()
     gc.freeze()  # what other tests have left need not be looked through each time
     before = held_bytes()
     model = load_llama(path, int8=int8)
     gc.unfreeze()
-    assert len(held) == 2 + 12
+    assert len(held) == 2 + 6
     whole = sum(array.nbytes for array in model.parameters().values())
     layer = 4 * sum(math.prod(spec.shape) for spec in Group("", 0).specs(config).values())
     assert max(held) <= whole + layer
@@ -206,3 +186,171 @@ def test_copies_are_the_same_and_anything_else_is_not(tmp_path: Path) -> None:
     assert identity(copy) == known
     (copy / "config.json").write_text("{}")
     assert identity(copy) != known
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "output"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint in three files, with a tokenizer."""
+    folder = tmp_path / "source"
+    saved(folder, tiny(tied=False))
+    split_with_index(folder, 3)
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source and what it becomes, made once for the tests that only read."""
+    folder = tmp_path_factory.mktemp("converted")
+    saved(folder / "source", tiny(tied=False))
+    for dtype in ("bfloat16", "int8"):
+        convert(folder / "source", folder / dtype, dtype)
+    return {name: folder / name for name in ("source", "bfloat16", "int8")}
+
+
+@pytest.mark.parametrize("mesh", [None, "2x4", "8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_loads_under_any_mesh(converted: dict[str, Path], dtype: str, mesh: str | None) -> None:
+    layout = layout_on(mesh)
+    original = load_llama(converted["source"], layout=layout, int8=dtype == "int8")
+    loaded = load_llama(converted[dtype], layout=layout)
+    assert_same(loaded, original)
+    for name, values in original.parameters().items():
+        assert loaded.parameters()[name].sharding.is_equivalent_to(values.sharding, values.ndim)
+
+
+def test_it_is_quantised_as_it_loads_or_again(converted: dict[str, Path], tmp_path: Path) -> None:
+    assert_same(load_llama(converted["bfloat16"], int8=True), load_llama(converted["int8"]))
+    convert(converted["bfloat16"], tmp_path / "again", "int8")
+    assert_same(load_llama(tmp_path / "again"), load_llama(converted["int8"]))
+    assert_refused("is int8 already", convert, converted["int8"], tmp_path / "third")
+
+
+def test_what_is_carried_over(source: Path, output: Path, tmp_path: Path) -> None:
+    convert(source, output, "float32")
+    assert (output / "tokenizer.model").read_bytes() == b"pieces"
+    assert not list(output.glob("*.safetensors*"))
+    assert open_weights(output).config.eos_token_ids == (2, 7)
+    assert_same(load_llama(output), load_llama(source))
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    convert(source, output, "float32")  # is finished: nothing is written again
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    other = tmp_path / "other"
+    saved(other, tiny(tied=False))
+    carry_tokenizer(output, open_weights(output), other)  # alone
+    assert (other / "tokenizer.model").read_bytes() == b"pieces"
+    open_weights(other)  # is no conversion
+
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+# Ends in the middle of a layer.
+KILLED = """
+import os, pathlib, signal, sys
+from fly_jax.models.checkpoints import converted
+from fly_jax.models.checkpoints.write import convert
+write = converted.write_group
+def killed(folder, group, parts):
+    if group.layer == 1:
+        (folder / "orbax" / "layer_001.orbax-checkpoint-tmp").mkdir()
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(folder, group, parts)
+converted.write_group = killed
+convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "int8")
+"""
+
+
+def test_a_killed_conversion_goes_on_where_it_stopped(source: Path, output: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(source), str(output)]
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert_refused("was not finished", open_weights, output)
+    groups = [path for path in (output / "orbax").iterdir() if path.suffix != TEMPORARY]
+    before = {path: path.stat().st_mtime_ns for path in groups}
+    assert len(before) == 4
+    time.sleep(0.01)
+    convert(source, output, "int8")
+    assert {path: path.stat().st_mtime_ns for path in groups} == before
+    assert len(list((output / "orbax").iterdir())) == 3 + 3
+    assert_same(load_llama(output), load_llama(source, int8=True))
+
+
+def test_another_conversion_is_not_mixed_in(source: Path, output: Path) -> None:
+    convert(source, output, "int8")
+    assert_refused("holds a conversion to int8", convert, source, output, "bfloat16")
+    (source / "config.json").touch()
+    assert_refused("from other weights", convert, source, output, "int8")
+    for other in (source.parent, source / "config.json"):
+        assert_refused("is no conversion", convert, source, other)
+
+
+def test_weights_that_are_not_finite_are_not_converted(source: Path, output: Path) -> None:
+    file = sorted(source.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if "proj" in name)
+    tensors[name][3, 2] = np.nan
+    save_file(tensors, file)
+    text = sentence(convert, source, output, "int8")
+    assert name in text
+    assert str(file) in text
+
+
+def test_no_room(source: Path, output: Path, monkeypatch: Patch) -> None:
+    full = shutil.disk_usage(source)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    assert_refused(r"has room for 0\.0", convert, source, output)
+
+
+@pytest.fixture
+def folder(converted: dict[str, Path], output: Path) -> Path:
+    """A copy to spoil."""
+    return shutil.copytree(converted["int8"], output)
+
+
+@pytest.mark.parametrize("what", ["missing", "truncated"])
+def test_a_damaged_file_is_named(converted: dict[str, Path], folder: Path, what: str) -> None:
+    file = max((folder / "orbax" / "layer_002").rglob("*"), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    file.unlink() if what == "missing" else file.write_bytes(content[:-1])
+    text = sentence(open_weights, folder)
+    assert sentence(convert, converted["source"], folder, "int8") == text
+    assert str(file) in text
+    assert ("does not exist" if what == "missing" else f"{len(content)}") in text
+
+
+def test_a_checkpoint_that_orbax_cannot_read(folder: Path) -> None:
+    layer = folder / "orbax" / "layer_001"
+    (description,) = layer.rglob("_METADATA")
+    description.write_bytes(b"?" * description.stat().st_size)
+    assert f"{layer} is damaged" in sentence(load_llama, folder)
+
+
+def test_a_scale_that_is_not_finite(folder: Path) -> None:
+    group, layer = Group("layer_001", 1), folder / "orbax" / "layer_001"
+    parts = {
+        name: jnp.full(spec.shape, jnp.nan if name == "up_scale" else 1, spec.dtype or jnp.float32)
+        for name, spec in group.specs(open_weights(folder).config, int8=True).items()
+    }
+    shutil.rmtree(layer)
+    write_group(folder, group, parts)
+    dataclasses.replace(read_record(folder), files=stored_files(folder)).write(folder)
+    assert f"The array up_scale in {layer} holds NaN" in sentence(load_llama, folder)
+
+
+def test_a_config_of_another_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
+    text = sentence(open_weights, folder)
+    assert f"The parameter gate in {folder / 'orbax'} is [3, 20, 48]" in text
+    assert "asks for [3, 20, 24]" in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"dtype": 1}'])
+def test_a_damaged_record(folder: Path, content: str) -> None:
+    (folder / "conversion.json").write_text(content)
+    assert f"{folder / 'conversion.json'} is damaged" in sentence(open_weights, folder)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,13 +19,11 @@ from launch_types import Captured, Decoded, Folders, Patch, Ran, Refused, Talk
 
 from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Prefill
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.evaluation.problems import is_correct
 from fly_jax.launch import view
-from fly_jax.launch.inputs import built_in_prompts, read_prompts
+from fly_jax.launch.inputs import read_prompts
 from fly_jax.models.tokenizer import Tokenizer
 
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=2", "--rule=exact"]
@@ -125,52 +125,30 @@ def test_ctrl_c_stops_an_answer(
     assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
 
 
-@pytest.mark.parametrize("name", ["begin", "run"])
-def test_ctrl_c_while_a_prompt_is_run(talk: Talk, monkeypatch: Patch, name: str) -> None:
-    """As if nothing had been asked."""
-    (whole,), _ = talk("Ada has 3")
-    does, interrupts = getattr(Prefill, name), iter([KeyboardInterrupt])
-
-    def interrupted(*given: object, **named: object) -> object:
-        for error in interrupts:
-            raise error
-        return does(*given, **named)
-
-    monkeypatch.setattr(Prefill, name, interrupted)
-    answers, said = talk("Boris", "/clear", "Ada has 3")
-    assert answers == ["", whole]
-    assert said.count("tokens/s") == 1
-
-
-def test_ctrl_c_while_an_answer_is_prepared(talk: Talk, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "before"),
+    # A question is encoded, as is another one before weights load; it is begun; run; answered.
+    [(OpenPair, "encode", 1), (Prefill, "begin", 0), (Prefill, "run", 0), (Programs, "run", 0)],
+)
+def test_ctrl_c_before_an_answer(
+    talk: Talk, monkeypatch: Patch, owner: type, name: str, before: int
+) -> None:
     """As if nothing had been asked; the next line is answered, and compiles before it."""
     (whole,), _ = talk("Ada has 3")
-    run, interrupts, finished = Programs.run, iter([KeyboardInterrupt]), list[bool]()
+    does, calls, finished = getattr(owner, name), itertools.count(), list[bool]()
 
-    def interrupted(self: Programs, state: DecodeState, *given: object) -> object:
-        for error in interrupts:
-            raise error
-        finished.append(bool(state.finished[0]))
-        return run(self, state, *given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Programs, "run", interrupted)
-    answers, said = talk("Boris", "Ada has 3")
-    assert answers == ["", whole]
-    assert finished[0], "what decodes was compiled before, with rows that are finished"
-    assert said.count("tokens/s") == 1
-
-
-def test_ctrl_c_while_a_question_is_encoded(talk: Talk, monkeypatch: Patch) -> None:
-    encode, interrupts = OpenPair.encode, iter([False, True])  # the first is before weights load
-
-    def interrupted(*given: object, **named: object) -> object:
-        if next(interrupts, False):
+    def interrupted(*given: Any, **named: Any) -> object:
+        if next(calls) == before:
             raise KeyboardInterrupt
-        return encode(*given, **named)  # type: ignore[arg-type]
+        if owner is Programs:
+            finished.append(bool(given[1].finished[0]))
+        return does(*given, **named)
 
-    monkeypatch.setattr(OpenPair, "encode", interrupted)
-    answers, said = talk("Boris", "Ada has 3")
-    assert len(answers) == said.count("tokens/s") == 1
+    monkeypatch.setattr(owner, name, interrupted)
+    answers, said = talk("Boris", "/clear", "Ada has 3")
+    assert answers == [*[""] * (name != "encode"), whole]
+    assert said.count("tokens/s") == 1
+    assert all(finished[:1]), "what decodes was compiled before, with rows that are finished"
 
 
 FEW = ["--max_new_tokens=4", "--rule=exact", "--num_speculative_tokens=2", "--json"]
@@ -201,16 +179,6 @@ def test_lines_are_named(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"one\n\xff\n")))
     assert [prompt.text for prompt in read_prompts("-", skip_bad=True)] == ["one"]
     assert "Standard input, line 2" in capsys.readouterr().err
-
-
-def test_built_in_prompts_are_held_out_and_the_same_every_time() -> None:
-    prompts = built_in_prompts()
-    assert prompts == built_in_prompts()
-    problems = [prompt.problem for prompt in prompts if prompt.problem is not None]
-    assert len(problems) == 8
-    assert 1 <= len(prompts) - len(problems) <= 2
-    for problem in problems:
-        assert is_correct(problem, problem.solution)
 
 
 @pytest.fixture
@@ -295,10 +263,3 @@ def test_a_template_that_fails(
     (folder / file).write_bytes(content)
     for command in (["chat"], ["generate", "--prompt=Ada", "--chat"]):
         refused(*command, f"--target={folder}", f"--draft={tiny_pair[1]}", words=[words])
-
-
-def test_flags_without_a_template(refused: Refused, models: list[str]) -> None:
-    refused("chat", *models, words=["no chat template"])
-    given = [*models, *FEW, "--prompt=Ada"]
-    refused(*given, "--chat", words=["no chat template"])
-    refused(*given, "--system=Be short.", words=["no prompt is a conversation"])

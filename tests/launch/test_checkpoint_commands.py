@@ -28,15 +28,6 @@ def tokens(decoded: Decoded) -> Tokens:
     return lambda prompt, *flags: decoded(*flags, f"--prompt={prompt}", given)[0]["token_ids"]
 
 
-def test_the_sources_tokens_on_meshes(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
-    target, output = f"--target={tiny_pair[0]}", tmp_path / "output"
-    assert main(["convert", target, f"--output={output}", "--dtype=bf16"]) == 0
-    flags = ("--rule=autoregressive", "--dtype=float32")
-    expected = tokens(ADA, target, *flags)
-    for mesh in ([], ["--mesh=2x4"]):
-        assert tokens(ADA, f"--target={output}", *flags, *mesh) == expected
-
-
 def test_int8_decodes_alike(models: list[str], tmp_path: Path, tokens: Tokens) -> None:
     """Quantised while it loads, or converted before."""
     folders = [f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}"]
@@ -45,15 +36,6 @@ def test_int8_decodes_alike(models: list[str], tmp_path: Path, tokens: Tokens) -
         assert main(["convert", f"--target={source}", f"--output={output}", "--dtype=int8"]) == 0
     loaded = tokens(ADA, *models[:2], "--dtype=int8")
     assert tokens(ADA, *folders, "--dtype=float32") == loaded
-
-
-def test_what_is_wrong(refused: Refused, tiny_pair: Folders, tmp_path: Path) -> None:
-    target, output = f"--target={tiny_pair[0]}", f"--output={tmp_path / 'a'}"
-    refused("convert", output, words=["--target"])
-    refused("convert", target, words=["--output"])
-    refused("convert", "--target=/nowhere", output, words=["/nowhere"])
-    refused("convert", target, f"--output={tiny_pair[1]}", words=["is no conversion"])
-    refused("convert", target, output, "--dtype=int4", words=["dtype"])
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(

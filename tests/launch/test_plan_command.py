@@ -139,18 +139,7 @@ def test_a_stack_of_drafts_is_planned_with_its_passes(planned: Planned, ran: Ran
     assert "levels below the draft" in ran("plan", *STACK).out
 
 
-def test_what_is_refused(refused: Refused, monkeypatch: Patch) -> None:
-    """A stack of drafts that cannot be, and to compile without libtpu."""
-    refused("plan", *H200, *reversed(PARD), "--level_accepted_tokens=2", words=["pard_token"])
-    for flags in ((), ("--level_accepted_tokens=6",), ("--level_accepted_tokens=0.5",)):
-        refused("plan", *H200, *PARD, *flags, words=["gives 1 to 5 tokens"])
-    refused("plan", *H200, "--draft=self:int4", *PARD[1:], *STACK[-1:], words=["propose alone"])
-    refused("plan", *H200, "--rule=autoregressive", words=["every plan shows"])
-    refused("plan", *H200[:2], "--target=eagle3-llama-3.1-8b", words=["The target is a head"])
-    refused("plan", *H200, "--context=64", "--prompt_length=64", words=["it needs 1 to 63"])
-    qwen = [f"--{name}=qwen-3-8b" for name in ("target", "draft")]
-    block = [*qwen, "--draft=dspark-qwen-3-8b", "--level_speculative_tokens=8", *H200[:2]]
-    refused("plan", *block, words=["level_speculative_tokens is 8", "at most 7 tokens"])
+def test_to_compile_without_libtpu_is_refused(refused: Refused, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "libtpu", None)
     refused("plan", "--chip=v5e", words=["fly_jax[tpu]", "--nocompile"])
 

@@ -108,12 +108,6 @@ def test_what_is_learned_is_kept_if_asked_for(
     assert "cannot be read" in wrong.err
 
 
-def test_a_comparison_has_the_rule_that_was_asked_for(models: list[str], ran: Ran) -> None:
-    lines = ran(*models, "--prompt=Boris", "--rule=lossy", *SIZES, "--compare").out.splitlines()
-    names = [line.split()[0] for line in lines[-4:]]
-    assert names == ["autoregressive", "exact", "fly", "lossy"]
-
-
 def test_calibrating_goes_on_where_it_was(
     models: list[str], memory: Path, tokenizer: Tokenizer, tmp_path: Path, ran: Ran
 ) -> None:
@@ -137,7 +131,6 @@ def test_what_is_refused(refused: Refused, models: list[str], memory: Path, tmp_
     """By calibrate, and memories by generate."""
     prompts, path = memory.with_name("prompts.txt"), tmp_path / "a.npz"
     given, target = f"--prompts_file={prompts}", models[0]
-    refused("calibrate", "--memory=x", words=["--prompts_file"])
     refused("calibrate", given, words=["--memory"])
     refused("calibrate", target, given, "--memory=x", words=["--draft"])
     for more in ("--max_new_tokens=19", "--dtype=int8"):

@@ -13,6 +13,7 @@ import pytest
 from gguf_files import CONFIG, tensors_of, write
 from golden import assert_same
 from launch_types import Patch
+from refusals import assert_refused
 from safetensors.numpy import load_file
 from tiny_pair import write_pair
 
@@ -184,6 +185,7 @@ def test_a_pair_is_kept_where_the_flag_says(tmp_path: Path, monkeypatch: Patch) 
     write_pair(tmp_path)
     opened = open_pair(tmp_path / "target", tmp_path / "draft")
     load_pair(opened)
+    assert_refused("drafts of its own", load_pair, opened, tmp_path / "draft")
     assert not (tmp_path / "variable").exists()
     pair = load_pair(opened, weights_cache=None, say=quiet)
     assert len(list((tmp_path / "variable").iterdir())) == 2

@@ -157,9 +157,8 @@ def test_a_file_of_another_length(folder: Path, complaint: Complaint) -> None:
     file, content = folder / "b.safetensors", (folder / "b.safetensors").read_bytes()
     cut_off = [f"is truncated: it has {len(content) - 1} bytes", f"{UP} need {len(content)}"]
     lengths = {content[:left]: [] for left in (0, 5, 8, 40)}
-    for changed, words in (
-        lengths | {content[:-1]: cut_off, content + b"\0": ["is too long"]}
-    ).items():
+    lengths |= {content[:-1]: cut_off, content + b"\0": ["is too long"]}
+    for changed, words in lengths.items():
         file.write_bytes(changed)
         text = complaint(folder)
         assert all(one in text for one in (str(file), *words)), text

@@ -266,25 +266,6 @@ def test_an_interrupted_run_says_how_to_go_on(
         assert claim.read_text() == content
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ("--teacher={}", "--prompts_file"),
-        ("--teacher={} --prompts_file=x --head=medusa", "--head=medusa: value should be one of"),
-        ("--teacher={} --prompts_file={} --head=pard --num_layers=3", "the teacher has 2 layers"),
-        ("--teacher={} --prompts_file=x --temperature=-1", "--temperature is -1"),
-        ("--teacher={} --prompts_file=/nowhere", "/nowhere"),
-        ("--prompts_file=x", "--teacher"),
-        ("--teacher={} --prompts_file=x --model=target", "--model"),
-    ],
-)
-def test_what_is_refused(folders: Folders, arguments: str, word: str, capsys: Captured) -> None:
-    assert main(["train", *arguments.format(*folders).split()]) == 2
-    error = capsys.readouterr().err
-    assert word in error
-    assert error.count("\n") == 1
-
-
 RECIPE = Recipe(
     config=CONFIG, num_steps=9, batch_size=2, row_length=12, learning_rate=1e-2, warmup_steps=2,
     seed=0, loss=embedded_pair.next_token_loss,

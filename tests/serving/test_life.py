@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import gc
 import json
@@ -22,8 +21,6 @@ from launch_types import Patch
 from live_server import Stuck, serving, started, stuck_service, until
 
 from fly_jax import Budget, Exact, Fly, Lossy, Margin, Request, Rule, Sampling
-from fly_jax.serving.http.protocol import ApiError, CompletionRequest
-from fly_jax.serving.http.replies import TextStyle
 from fly_jax.serving.http.run import Connection, ServerFailed, address, bound, run, serve
 from fly_jax.serving.http.service import Service
 from fly_jax.serving.lockstep import decoded, encoded
@@ -95,6 +92,9 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            another = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert another.status_code == 503
+            assert "about to stop" in another.json()["error"]["message"]
             assert service.num_open == 1
             frozen.append(gc.get_freeze_count())
             os.kill(os.getpid(), signal.SIGTERM)
@@ -110,15 +110,6 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
     assert "1 under way may go on for 3600 s" in str(say.mock_calls)
     assert frozen[0] > 10_000
     assert gc.get_freeze_count() == 0
-
-
-def test_an_engine_that_has_stopped_takes_nothing(service: Service) -> None:
-    """As when a prompt's tokens are there only then."""
-    service.state = "ready"
-    with pytest.raises(ApiError) as caught:
-        asyncio.run(service.answer(CompletionRequest(prompt=[1]), TextStyle()))
-    assert caught.value.status == 503
-    assert service.num_open == 0
 
 
 JOINED = ((Fly(window_size=2) | Margin(gap=1.5)) & Lossy(), Fly(entropy="normalized") & Margin())

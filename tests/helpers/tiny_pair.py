@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import sentencepiece
 from random_pairs import SIZES
+from tokenizer_makers import write_sentencepiece
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.write import save_hf
@@ -27,19 +27,8 @@ TEMPLATE = (
 def write_tokenizer(folder: Path) -> None:
     words = ("Ada has", "Boris buys", "Vera's")
     sentences = [f"{word} {number} apples in a box" for word in words for number in range(30)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=VOCAB_SIZE,
-        split_digits=True,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        pad_id=3,
-        minloglevel=2,
-    )
+    settings = {"vocab_size": VOCAB_SIZE, "split_digits": True, "add_dummy_prefix": False}
+    write_sentencepiece(folder / "tokenizer.model", sentences, **settings, pad_id=3)
 
 
 def write_pair(folder: Path) -> tuple[Path, Path]:

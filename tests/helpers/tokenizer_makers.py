@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,21 @@ TEMPLATE = (
 )
 
 
-def write_sentencepiece(path: Path) -> None:
-    """A Llama 2-like model: byte fallback, and a space put in front of the text."""
+LLAMA2 = {"vocab_size": 330, "control_symbols": ["<|eot|>"]}
+
+
+def write_sentencepiece(path: Path, texts: Iterable[str] = WORDS, **settings: Any) -> None:
+    """A model with byte fallback; where no settings are given, one like Llama 2's."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(WORDS),
+        sentence_iterator=iter(texts),
         model_writer=model,
         model_type="bpe",
-        vocab_size=330,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        control_symbols=["<|eot|>"],
         minloglevel=2,
+        **(settings or LLAMA2),
     )
     path.write_bytes(model.getvalue())
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,25 +44,27 @@ Alone = Callable[[str], list[dict[str, Any]]]
 class Job:
     """Processes that run one command line in a folder, with files there for what they say.
 
-    Where they meet is added to their arguments. Process 0 reads `stdin`, the others nothing.
+    Where they meet, if there are several, is added to their arguments. Process 0 reads `stdin`,
+    the others nothing.
     """
 
     def __init__(
         self, folder: Path, *arguments: str, program: Sequence[str] = LAUNCH, stdin: str = "",
-        number: int = 2,
+        number: int = 2, **variables: str,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.processes = []
         # No proxy, of which JAX would warn.
         kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
-        environment = kept | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
+        environment = kept | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)} | variables
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         place = [f"--coordinator_address={address}", f"--num_processes={number}"]
         for index in range(number):
             (folder / f"in_{index}").write_text("" if index else stdin)
-            command = [sys.executable, *program, *arguments, *place, f"--process_id={index}"]
+            own = [*place, f"--process_id={index}"] if number > 1 else []
+            command = [sys.executable, *program, *arguments, *own]
             with contextlib.ExitStack() as files:
                 streams = {
                     f"std{kind}": files.enter_context((folder / f"{kind}_{index}").open(mode))
@@ -87,6 +88,11 @@ class Job:
             assert self.processes[0].poll() is None, self.err(0)
             time.sleep(0.1)
         raise AssertionError(self.err(0))
+
+    def url(self) -> str:
+        """Where a server answers, once it does."""
+        self.wait_for(self.err, "Ready on ")
+        return re.findall(r"http://[\d.]+:\d+", self.err(0))[-1]
 
     def statuses(self) -> list[int]:
         """How each process ended; whatever happens, none of them runs after this."""
@@ -167,8 +173,7 @@ def test_process_0_serves_for_all(models: list[str], alone: Alone, tmp_path: Pat
     arguments += ["--num_slots=2", "--max_length=64", "--prefill_chunk=32", "--port=0"]
     job = Job(tmp_path, *arguments)
     try:
-        job.wait_for(job.err, "Ready on ")
-        url = re.findall(r"http://[\d.]+:\d+", job.err(0))[-1] + "/v1/completions"
+        url = job.url() + "/v1/completions"
 
         def ask(given: dict[str, object]) -> str:
             reply = httpx.post(url, json=given, timeout=PATIENCE)
@@ -343,30 +348,26 @@ SERVED = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--pre
 SERVED += ["--max_length=50", "--port=0"]  # so short that few programs are compiled
 
 
-def test_it_serves_and_drains(models: list[str]) -> None:
-    command = [sys.executable, "-m", "fly_jax.launch", "serve", *models, *SERVED]
-    environment = {**os.environ, "FLY_JAX_API_KEY": "from the environment"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as process:
-        watchdog = threading.Timer(120, process.kill)
-        watchdog.start()
-        ready = next(line for line in process.stderr if line.startswith("Ready on "))
-        url = re.findall(r"http://[\d.]+:\d+", ready)[0]
+def test_it_serves_and_drains(models: list[str], tmp_path: Path) -> None:
+    key = "from the environment"
+    job = Job(tmp_path, "serve", *models, *SERVED, number=1, FLY_JAX_API_KEY=key)
+    try:
+        url = job.url()
         assert httpx.get(f"{url}/health").status_code == 200
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "Ada"}).status_code == 401
-        headers = {"Authorization": "Bearer from the environment"}
-        asked = {"headers": headers, "timeout": 60}
+        asked = {"headers": {"Authorization": f"Bearer {key}"}, "timeout": PATIENCE}
         asked["json"] = {"prompt": "Ada has", "max_tokens": 80, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", **asked) as reply:
-            process.send_signal(signal.SIGTERM)
+            job.processes[0].send_signal(signal.SIGTERM)
             *events, end = [line[6:] for line in reply.iter_lines() if line]
         assert end == "[DONE]"
         choices = [json.loads(event)["choices"][0] for event in events]
         assert choices[-1]["finish_reason"] in ("length", "stop")
-        assert process.wait() == 0
-        rest = process.stderr.read()
-        watchdog.cancel()
-    assert "may go on for 30 s" in rest
-    assert "Traceback" not in rest
+        assert job.statuses() == [0]
+    finally:
+        job.end()
+    assert "may go on for 30 s" in job.err(0)
+    assert "Traceback" not in job.err(0)
 
 
 @pytest.mark.parametrize("together", [True, False])

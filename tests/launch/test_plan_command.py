@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -99,19 +98,6 @@ def test_every_round_is_planned(planned: Planned, monkeypatch: Patch, arguments:
     assert spec.static.depths == (AUTO_DEPTHS if "num_speculative_tokens" in given else ())
     assert spec.rule.uses_memory == (given.get("rule") == "csd")
     assert (spec.rule.budget is not None) == ("risk_budget" in given)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_what_would_run_is_compiled(models: list[str], planned: Planned) -> None:
-    options = ("--prompt_lookup_max=4", "--num_speculative_tokens=2", "--rule=exact")
-    plan = planned(*models[:2], "--chip=v5e", "--mesh=2x2", "--context=64", *options)
-    assert {step["source"] for step in plan["steps"].values()} == {"compiled"}
-    a_round = plan["steps"]["round"]
-    # So small matrices are copied into another order; test_no_copies_on_slices has real ones.
-    assert all(one["bytes"] > 0 and one["count"] >= 1 for one in a_round["copies"])
-    assert any(one["kind"] == "all-reduce" for one in a_round["collectives"])
-    assert a_round["peak_bytes_per_chip"] > 0
-    assert a_round["temporary_bytes_per_chip"] > 0  # of a tiny model more than all else
 
 
 def test_a_data_axis_halves_the_rows_of_a_chip(planned: Planned) -> None:

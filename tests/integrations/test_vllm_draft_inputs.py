@@ -45,9 +45,7 @@ def test_a_prompt_a_rejection_and_a_step_without_drafts() -> None:
     assert found.lengths[:3].tolist() == [4, 23, 11]
     assert found.last[:3].tolist() == [3, 6, 8]
     assert found.distribution.tolist() == [0, 0, 3]
-
-
-def test_no_request_reaches_beyond_its_limit_and_without_requests_nothing_is_taken_in() -> None:
+    # No request reaches beyond its limit, and without requests nothing is taken in.
     found = taken([(LIMIT - 3, [1, 2, 3], 0, 4)])
     assert found.positions[:4].tolist() == [LIMIT - 3, LIMIT - 2, LIMIT - 1, LIMIT - 1]
     assert found.lengths[0] == LIMIT

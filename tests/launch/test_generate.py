@@ -440,16 +440,6 @@ def tokens(decoded: Decoded) -> Tokens:
     return lambda prompt, *flags: decoded(*flags, f"--prompt={prompt}", given)[0]["token_ids"]
 
 
-def test_int8_decodes_alike(models: list[str], tmp_path: Path, tokens: Tokens) -> None:
-    """Quantised while it loads, or converted before."""
-    folders = [f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}"]
-    for flag, folder in zip(models, folders, strict=False):
-        source, output = (one.partition("=")[2] for one in (flag, folder))
-        assert main(["convert", f"--target={source}", f"--output={output}", "--dtype=int8"]) == 0
-    loaded = tokens(ADA, *models[:2], "--dtype=int8")
-    assert tokens(ADA, *folders, "--dtype=float32") == loaded
-
-
 def test_an_interrupted_conversion_says_how_to_go_on(
     tiny_pair: Folders, tmp_path: Path, monkeypatch: Patch, ran: Ran
 ) -> None:

@@ -41,13 +41,18 @@ def folder_with(folder: Path, config: dict[str, Any], **others: dict[str, Any]) 
     return folder
 
 
-def test_fields_that_old_files_lack() -> None:
+def test_fields_that_old_files_lack_or_that_say_nothing() -> None:
     rope = {"rope_theta", "rope_scaling"}
     absent = rope | {"head_dim", "num_key_value_heads", "tie_word_embeddings"}
     config = config_of({key: LLAMA31_V4[key] for key in LLAMA31_V4.keys() - absent})
     assert (config.num_kv_heads, config.head_size) == (4, 8)
     assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
     assert not config.tied_embeddings
+    # Rotary fields without effect.
+    plain = config_of(FIELDS)
+    whole = {**FIELDS["rope_parameters"], "partial_rotary_factor": 1.0}
+    assert config_of({**FIELDS, "rope_parameters": whole}) == plain
+    assert config_of({**FIELDS, "rope_scaling": None, "partial_rotary_factor": 1}) == plain
 
 
 @pytest.mark.parametrize(
@@ -143,13 +148,6 @@ REFUSED |= {f"{named}.*does not understand.*give such": ROPES[named] for named i
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_not_known_is_refused(message: str) -> None:
     assert_refused(message, config_of, REFUSED[message])
-
-
-def test_rotary_fields_without_effect() -> None:
-    plain = config_of(FIELDS)
-    whole = {**FIELDS["rope_parameters"], "partial_rotary_factor": 1.0}
-    assert config_of({**FIELDS, "rope_parameters": whole}) == plain
-    assert config_of({**FIELDS, "rope_scaling": None, "partial_rotary_factor": 1}) == plain
 
 
 def test_tensors_beyond_the_family(tmp_path: Path) -> None:

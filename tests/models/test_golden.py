@@ -306,11 +306,11 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
     return [np.asarray(one) for one in (jnp.concatenate(logits, axis=1), *entries)]
 
 
-# All kinds of passes over a model with biases and windows; one kind over others.
+# Over a model with biases and windows, and once over another.
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("qwen2_windows", name) for name in PASSES), ("qwen3", "in a batch")]
+    ("name", "kind"), {**dict.fromkeys(PASSES, "qwen2_windows"), "in a batch": "qwen3"}.items()
 )
-def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(kind: str, name: str) -> None:
+def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(name: str, kind: str) -> None:
     rows, widths = PASSES[name]
     expected = fed(kind, (0,), (1,))
     for one, alone in zip(fed(kind, tuple(rows), widths), expected, strict=True):

@@ -108,13 +108,17 @@ def test_how_many_alternatives_are_asked_for() -> None:
     assert chat(logprobs=True, top_logprobs=3).num_logprobs == 3
 
 
-def test_rules_that_do_not_fit_the_servers_k_are_not_offered() -> None:
+def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() -> None:
     """A real model's server drafts three tokens; FLy's window of six fits into no such block."""
     real = default_config(is_embedded=False)
     assert RequestBuilder.of(real).rules == ("margin",)
     assert RequestBuilder.of(real.replace(rule="fly")).rules == ("fly", "margin")
     with pytest.raises(FlyJaxError, match="num_speculative_tokens=3"):
         RequestBuilder.of(real, ["fly"])
+    alone = RequestBuilder.of(real.without_draft())
+    asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
+    with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):
+        alone.requests(asked, [[1]], engine, tuple)
 
 
 def test_what_is_drawn_without_a_seed_need_not_come_again() -> None:
@@ -124,10 +128,3 @@ def test_what_is_drawn_without_a_seed_need_not_come_again() -> None:
         asked = CompletionRequest(prompt=[1], temperature=0.5, seed=seed, n=2)
         made = builder.requests(asked, [[1]], Mock(max_length=64), tuple)
         assert [one.repeats for one in made] == [seed is not None] * 2
-
-
-def test_a_server_without_a_draft_says_what_rules_need() -> None:
-    alone = RequestBuilder.of(default_config(is_embedded=False).without_draft())
-    asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
-    with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):
-        alone.requests(asked, [[1]], engine, tuple)

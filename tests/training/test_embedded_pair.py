@@ -270,13 +270,11 @@ def test_extract_answer() -> None:
         assert extract_answer(text) is None
 
 
-def test_a_seed_gives_the_same_problems() -> None:
+def test_a_seed_gives_the_same_problems_of_its_split() -> None:
     assert take(50, seed=3) == take(50, seed=3)
     assert take(50, seed=3) != take(50, seed=4)
     assert generate_problem(random.Random(5)) == generate_problem(random.Random(5))
-
-
-def test_splits_are_disjoint_whatever_the_seed_and_the_process() -> None:
+    # Splits are disjoint whatever the seed and the process.
     for seed, split in enumerate(SPLITS):
         assert {split_of(problem.prompt) for problem in take(200, seed, split)} == {split}
     # As it was when the embedded pair was trained: another split would leak its held-out problems.

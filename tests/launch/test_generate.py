@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -152,7 +152,6 @@ def test_lookup_or_nothing_drafts(tiny_pair: Folders, decoded: Decoded, ran: Ran
     assert found["num_draft_tokens"] > 0
 
 
-FEW = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 Counts = collections.Counter[str]
 
 
@@ -187,8 +186,8 @@ def test_everything_is_opened_once(
 ) -> None:
     """Each prompt is encoded once too, whatever is compared."""
     (prompts := tmp_path / "prompts.txt").write_text("Ada has 3 apples\nBoris\n")
-    memory = [f"--memory={tmp_path / 'memory.npz'}", *FEW[:2]]
-    own = ["--compare", *FEW] if command == "generate" else memory
+    memory = [f"--memory={tmp_path / 'memory.npz'}", *SIZES[:2]]
+    own = ["--compare", *SIZES, "--json"] if command == "generate" else memory
     assert main([command, *models, "--mesh=2x2", f"--prompts_file={prompts}", *own]) == 0
     expected = ["parse_mesh 2x2", "create_mesh 2x2", *(f"encode {one}" for one in PROMPTS)]
     for folder in tiny_pair:
@@ -214,19 +213,31 @@ TWO = ["--prompt=Ada has 3 apples", "--prompt=Boris", *SIZES]
 LAXEST = [*TWO, "--rule=margin", "--margin_gap=100"]
 
 
-@pytest.fixture(scope="session")
-def memory(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+LEARN = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(6)]
+SHORT = ["--max_new_tokens=20", "--batch_size=3"]
+Calibrate = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def calibrate(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calibrate:
+    """The command line that writes to a memory or a gate, which is added to it."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    prompts.write_text("\n".join(LEARN))
+    given = [f"--prompts_file={prompts}", *SHORT, "--num_speculative_tokens=6"]
+    target, draft, dtype = models
+
+    def arguments(*more: str, drafts: Sequence[str] = (draft,)) -> list[str]:
+        return ["calibrate", target, *drafts, dtype, *given, *more]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def memory(calibrate: Calibrate, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A memory of the tiny pair, filled by the command."""
-    prompts = tmp_path_factory.mktemp("memory") / "prompts.txt"
-    prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(6)))
-    path = prompts.with_name("corrections.npz")
-    assert main(calibrate(models, prompts, path)) == 0
+    path = tmp_path_factory.mktemp("memory") / "corrections.npz"
+    assert main(calibrate(f"--memory={path}")) == 0
     return path
-
-
-def calibrate(models: list[str], prompts: Path, path: Path, *more: str) -> list[str]:
-    named = [f"--prompts_file={prompts}", f"--memory={path}"]
-    return ["calibrate", *models, *named, *SIZES[:2], "--batch_size=2", *more]
 
 
 def test_rules_by_name(memory: Path, of_pair: Decoded) -> None:
@@ -300,12 +311,12 @@ def test_what_is_learned_is_kept_if_asked_for(
 
 
 def test_calibrating_goes_on_where_it_was(
-    models: list[str], memory: Path, tokenizer: Tokenizer, tmp_path: Path, ran: Ran
+    calibrate: Calibrate, memory: Path, tokenizer: Tokenizer, tmp_path: Path, ran: Ran
 ) -> None:
     whole = load_memory(memory, tokenizer.digest)
     assert len(whole) > 10
     path = tmp_path / "corrections.npz"
-    arguments = calibrate(models, memory.with_name("prompts.txt"), path)
+    arguments = calibrate(f"--memory={path}")
     with Patch.context() as patch:
         patch.setattr(calibration, "tqdm", Interrupted)
         patch.setattr(calibration, "_BATCHES", 1)
@@ -318,55 +329,36 @@ def test_calibrating_goes_on_where_it_was(
         assert found._counts == whole._counts
 
 
-def test_what_is_refused(refused: Refused, models: list[str], memory: Path, tmp_path: Path) -> None:
+def test_what_is_refused(
+    refused: Refused, calibrate: Calibrate, models: list[str], memory: Path, tmp_path: Path
+) -> None:
     """By calibrate, and memories by generate."""
-    prompts, path = memory.with_name("prompts.txt"), tmp_path / "a.npz"
-    given, target = f"--prompts_file={prompts}", models[0]
-    refused("calibrate", given, words=["--memory"])
-    refused("calibrate", target, given, "--memory=x", words=["--draft"])
+    path, filled = tmp_path / "a.npz", f"--memory={memory}"
+    new, itself = f"--memory={path}", models[0].replace("--target", "--draft")
+    refused(*calibrate(), words=["--memory"])
+    refused(*calibrate(new, drafts=()), words=["--draft"])
     for more in ("--max_new_tokens=19", "--dtype=int8"):
-        refused(*calibrate(models, prompts, memory, more), words=["another run"])
-    itself = [target, target.replace("--target", "--draft"), "--dtype=float32"]
-    refused(*calibrate(itself, prompts, memory), words=["another run"])
-    long = tmp_path / "long.txt"
-    long.write_text("Ada " * 200)
-    refused(*calibrate(models, long, path), words=["context"])
-    refused(*calibrate(models, prompts, path, "--num_speculative_tokens=5000"), words=["5000"])
-    refused(*calibrate(models, prompts, prompts / "c.npz"), words=["written"])
-    arguments = [*models, "--prompt=x", "--rule=fly | csd", f"--memory={path}"]
+        refused(*calibrate(filled, more), words=["another run"])
+    refused(*calibrate(filled, drafts=[itself]), words=["another run"])
+    (long := tmp_path / "long.txt").write_text("Ada " * 200)
+    refused(*calibrate(new, f"--prompts_file={long}"), words=["context"])
+    refused(*calibrate(new, "--num_speculative_tokens=5000"), words=["5000"])
+    refused(*calibrate(f"{filled}/c.npz"), words=["written"])
+    arguments = [*models, "--prompt=x", "--rule=fly | csd", new]
     path.write_bytes(memory.read_bytes()[:-50])
     refused(*arguments, words=["damaged"])
     CorrectionMemory("another").save(path)
     refused(*arguments, words=["another vocabulary"])
 
 
-LEARN = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(6)]
-SHORT = ["--max_new_tokens=20", "--batch_size=3"]
-Calibrate = Callable[..., list[str]]
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("\n".join(LEARN))
-    return path
-
-
-@pytest.fixture
-def begun(models: list[str], prompts: Path) -> Calibrate:
-    """The command line that writes to a path."""
-    given = ["calibrate", *models, f"--prompts_file={prompts}", *SHORT]
-    return lambda path, *more: [*given, "--num_speculative_tokens=6", f"--gate={path}", *more]
-
-
 def test_what_is_written_meets_the_bound(
-    begun: Calibrate, tmp_path: Path, of_pair: Decoded, ran: Ran
+    calibrate: Calibrate, tmp_path: Path, of_pair: Decoded, ran: Ran
 ) -> None:
     """And a laxer bound is worth no fewer tokens a pass."""
     accepted = []
     for limit in (0.4, 0.2):
         path = tmp_path / f"found_{limit}.toml"
-        arguments = begun(path, "--rule=margin", f"--max_disagreement={limit}")
+        arguments = calibrate(f"--gate={path}", "--rule=margin", f"--max_disagreement={limit}")
         said, text = ran(*arguments).err, path.read_text()
         command = shlex.split(text.splitlines()[0].removeprefix("# "))
         assert command == ["python", "-m", "fly_jax.launch", *arguments]
@@ -388,10 +380,10 @@ def test_what_is_written_meets_the_bound(
     assert figure in said
 
 
-def test_windows_are_tried_and_other_values_kept(begun: Calibrate, tmp_path: Path) -> None:
+def test_windows_are_tried_and_other_values_kept(calibrate: Calibrate, tmp_path: Path) -> None:
     base, path = tmp_path / "base.toml", tmp_path / "found.toml"
     base.write_text('rule = "fly | margin"\nentropy_top_k = 2\nprotect = ["\\\\d"]\n')
-    assert main(begun(path, f"--config={base}", "--max_regret=0.2")) == 0
+    assert main(calibrate(f"--gate={path}", f"--config={base}", "--max_regret=0.2")) == 0
     found = load_config(path)
     assert (found.rule, found.limits.protect) == ("fly | margin", ("\\d",))
     assert (found.fly.entropy_top_k, found.fly.window_size) == (2, 4), "no others fit K = 6"
@@ -399,33 +391,30 @@ def test_windows_are_tried_and_other_values_kept(begun: Calibrate, tmp_path: Pat
     assert 0 < float(regret[0]) <= 0.2
 
 
-def test_what_a_gate_refuses(
-    refused: Refused, begun: Calibrate, models: list[str], prompts: Path, tmp_path: Path
-) -> None:
+def test_what_a_gate_refuses(refused: Refused, calibrate: Calibrate, tmp_path: Path) -> None:
     """A gate where a memory is filled, configs that have none, and too few prompts."""
-    base = tmp_path / "base.toml"
+    base, few = tmp_path / "base.toml", tmp_path / "few.txt"
+    begun = calibrate(f"--gate={tmp_path / 'found.toml'}", "--max_regret=0.1")
     for line in ('boundary = "defer"', "risk_budget = 3.0", "temperature = 0.5"):
         base.write_text(line)
-        arguments = begun(tmp_path / "found.toml", f"--config={base}", "--max_regret=0.1")
-        refused(*arguments, words=[line.split()[0]])
-    arguments = ["calibrate", *models, f"--prompts_file={prompts}", "--memory=x.npz"]
-    refused(*arguments, "--max_regret=0.1", words=["--max_regret"])
-    refused(*arguments, "--rule=fly", words=["--rule"])
-    (few := tmp_path / "few.txt").write_text("Ada\nBoris\n")
-    arguments = begun(tmp_path / "found.toml", "--max_regret=0.1", f"--prompts_file={few}")
-    refused(*arguments, words=["2 prompts", "8"])
+        refused(*begun, f"--config={base}", words=[line.split()[0]])
+    for flag in ("--max_regret=0.1", "--rule=fly"):
+        refused(*calibrate("--memory=x.npz", flag), words=[flag.split("=")[0]])
+    few.write_text("Ada\nBoris\n")
+    refused(*begun, f"--prompts_file={few}", words=["2 prompts", "8"])
 
 
 def test_a_search_that_finds_nothing_writes_nothing(
-    begun: Calibrate, tmp_path: Path, monkeypatch: Patch, ran: Ran
+    calibrate: Calibrate, tmp_path: Path, monkeypatch: Patch, ran: Ran
 ) -> None:
     """Since nothing meets the bound, or since it is interrupted."""
     path = tmp_path / "found.toml"
-    said = ran(*begun(path, "--rule=margin", "--max_disagreement=0.0001"), status=2).err
+    begun = calibrate(f"--gate={path}", "--rule=margin")
+    said = ran(*begun, "--max_disagreement=0.0001", status=2).err
     assert "0.01 rescues in 100 tokens" in said.splitlines()[-1]
     assert not path.exists()
     monkeypatch.setattr(gate, "tqdm", Interrupted)
-    said = ran(*begun(path, "--rule=margin", "--max_regret=0.1"), status=130).err
+    said = ran(*begun, "--max_regret=0.1", status=130).err
     assert "Nothing was written; begin again with: python -m" in said
     assert not path.exists()
 

@@ -1,9 +1,7 @@
 """One of several processes that decode through the library; writes what it got to a file."""
 
-from __future__ import annotations
-
-import argparse
 import json
+import sys
 from pathlib import Path
 
 from fly_jax.decoding.pair import Pair, load_pair
@@ -24,16 +22,12 @@ def results(pair: Pair) -> list[list[object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("target", "draft", "mesh", "coordinator_address", "folder"):
-        parser.add_argument(f"--{name}")
-    for name in ("num_processes", "process_id"):
-        parser.add_argument(f"--{name}", type=int)
-    given = parser.parse_args()
-    process = detect_process(given.coordinator_address, given.num_processes, given.process_id)
+    given = dict(one.removeprefix("--").split("=", 1) for one in sys.argv[1:])
+    place = (int(given[name]) for name in ("num_processes", "process_id"))
+    process = detect_process(given["coordinator_address"], *place)
     initialize(process, timeout=240)
-    pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
-    path = Path(given.folder, f"results_{process.process_id}.json")
+    pair = load_pair(given["target"], given["draft"], mesh=given["mesh"], dtype="float32")
+    path = Path(given["folder"], f"results_{process.process_id}.json")
     path.write_text(json.dumps(results(pair)))
 
 

@@ -4,8 +4,6 @@ What pods are launched with has the form of GKE, Slurm and fly_jax itself; the p
 nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

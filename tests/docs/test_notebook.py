@@ -1,7 +1,5 @@
 """notebooks/fly_jax_demo.ipynb runs from top to bottom and shows what it promises."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The pages of docs/: their blocks run as printed, and they name what there is."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

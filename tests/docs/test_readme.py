@@ -1,7 +1,5 @@
 """What the README says has been run: every command and every Python block in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """An audit as a file, and what it comes to: figures counted by hand from a few lines."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Judging recorded rounds gives what decoding gave; and which mismatches each strictness passes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

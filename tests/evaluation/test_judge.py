@@ -1,7 +1,5 @@
 """The judge of programs: answers that are right, and those that would do harm."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """What careless and hostile clients send, and whether a reply to it is in order."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

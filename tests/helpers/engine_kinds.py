@@ -1,7 +1,5 @@
 """Engines of random pairs, of every kind that tests ask of one, and what is asked of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """GGUF files of a tiny model, written with the library that llama.cpp's makers have for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tiny models of tests/fixtures/golden, altered and equal ones, and layouts on the devices."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

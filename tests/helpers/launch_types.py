@@ -1,7 +1,5 @@
 """The fixtures of tests/launch, as their users annotate them, and a bar that is interrupted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A server that runs in a thread, over a tiny random pair with a chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 Independent of the package: float64, one row and one position at a time, no array tricks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

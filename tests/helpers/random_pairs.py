@@ -1,7 +1,5 @@
 """Tiny random pairs of every agreement, engines of them, and the oracle: no cache and no rounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """What is refused, and how: in one sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

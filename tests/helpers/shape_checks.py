@@ -1,7 +1,5 @@
 """The shapes that annotations name, checked in every call; the types beside them are mypy's."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Callable

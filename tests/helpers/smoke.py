@@ -6,8 +6,6 @@ The suite asks a tiny server the same. Answers are compared with each other, so 
 be in float32, as they are on a CPU.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

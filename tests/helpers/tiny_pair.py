@@ -1,7 +1,5 @@
 """A random target, a draft that often agrees with it, and a tokenizer: all made in a second."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

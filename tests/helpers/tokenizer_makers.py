@@ -1,7 +1,5 @@
 """Small tokenizers, as their makers make them."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable

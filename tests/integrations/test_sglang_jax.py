@@ -1,7 +1,5 @@
 """The rule in sglang-jax's shapes; and in its own function, where its source is installed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """What a draft model takes in after a step; with a lookup the same tokens in fewer passes."""
 
-from __future__ import annotations
-
 import functools
 from itertools import chain
 

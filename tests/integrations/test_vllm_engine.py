@@ -5,8 +5,6 @@ is who takes in what, on how many ranks, and what is compiled; benchmarks/vllm_e
 models.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 And which rule, sampling and budget each row of a step has.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import logging

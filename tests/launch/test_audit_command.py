@@ -1,7 +1,5 @@
 """generate --audit and the command audit, and its page as a browser would parse it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

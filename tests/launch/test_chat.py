@@ -1,7 +1,5 @@
 """Prompts, texts and messages from flags, files and standard input; and the command chat."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The commands evaluate, bench and report: what they measure, their files and their verdicts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

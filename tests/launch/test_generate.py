@@ -3,8 +3,6 @@
 Every loosened rule, its limits, its memory and its gate; converted checkpoints and GGUF files.
 """
 
-from __future__ import annotations
-
 import builtins
 import collections
 import json

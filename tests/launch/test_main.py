@@ -1,7 +1,5 @@
 """The command line as a whole: its help, its ends, its colours, and where its programs are kept."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

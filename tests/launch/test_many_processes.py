@@ -1,7 +1,5 @@
 """Several processes over Gloo: the same tokens, and no end without a word; and that of a server."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import itertools

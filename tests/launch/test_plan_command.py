@@ -1,7 +1,5 @@
 """The command plan: its table, its JSON, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whatever is wrong is one sentence and status 2, before any weight is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

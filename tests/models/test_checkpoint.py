@@ -4,8 +4,6 @@ Under any mesh, split as the layout says; a killed conversion goes on where it s
 mapped is what was converted, and only from a file that is whole.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

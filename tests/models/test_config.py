@@ -1,7 +1,5 @@
 """What Hugging Face's files say of models and heads; what has more than its family is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

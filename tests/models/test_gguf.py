@@ -1,7 +1,5 @@
 """GGUF files: each type of weights, the families, the tokenizer, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

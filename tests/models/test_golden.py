@@ -3,8 +3,6 @@
 And int8 matrices and products: what is stored, in which order it is multiplied, that it fits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Tokenizers of all three makes: SentencePiece, its `tokenizer.json` form, and byte-level."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The server that test_server asks, and what makes starting one cheap."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Many at once on one event loop: all get their tokens, and whoever leaves frees the slot."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable

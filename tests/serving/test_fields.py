@@ -1,7 +1,5 @@
 """Which fields of a request are refused, and which are passed over."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest.mock import Mock

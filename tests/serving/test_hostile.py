@@ -3,8 +3,6 @@
 And how a server ends, and what process 0 of several tells the others.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """A live server, asked by OpenAI's own client: replies, streams, refusals, and what it leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

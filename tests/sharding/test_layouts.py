@@ -3,8 +3,6 @@
 And which of several processes this is; what several of them do is tested in tests/launch.
 """
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from unittest.mock import Mock

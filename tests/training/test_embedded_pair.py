@@ -3,8 +3,6 @@
 Its word problems are right, their splits are disjoint, and their wording is free.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

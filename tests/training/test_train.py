@@ -1,7 +1,5 @@
 """A head learns what its teacher expects; a run that was stopped goes on as if it had not."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -3,7 +3,6 @@
 And which rule, sampling and budget each row of a step has.
 """
 
-import functools
 import importlib.metadata
 import logging
 import sys
@@ -28,10 +27,9 @@ from fly_jax.integrations.vllm_tpu.startup import (
     decoding_config,
     request_rule,
 )
-from fly_jax.verification.rules import Budget, Exact, Fly, RuleState, per_row
+from fly_jax.verification.rules import Budget, Exact, Fly, per_row
 from fly_jax.verification.rules.loosened import Margin
 from fly_jax.verification.sampling import Sampling
-from fly_jax.verification.verify import verify_flat
 
 
 def test_what_is_asked_for_and_by_which_names() -> None:
@@ -248,21 +246,6 @@ def same(left: Any, right: Any) -> bool:
 def test_a_request_that_is_greedy_to_the_engine_has_temperature_0() -> None:
     found = sampling_of(np.float32([-1, 0.8]), np.int32([-1, 4]), np.float32([1, 0.9]))
     assert same(found, Sampling(np.array([0, 0.8], np.float32), np.array([0, 4]), found.top_p))
-
-
-def test_a_budget_is_what_earlier_steps_have_left() -> None:
-    logits = np.array([[2.0, 1.5, 0.0]] * 4, np.float32)  # regret of token 1: 0.5
-    rule = Budget(Margin(gap=1.0), np.full(2, 1.2, np.float32))
-    drafts, counts, bonus = (np.array(one, np.int32) for one in ([1] * 4, [2, 2], [7, 8]))
-    decide = jax.jit(verify_flat, static_argnames="max_drafted")
-    step = functools.partial(decide, rule, logits, drafts, counts, bonus, max_drafted=2)
-    state = RuleState(np.array([1.2, 0.6], np.float32))
-    found = step(state=state)
-    assert found.tokens.tolist() == [1, 1, 1, 0, 7, -1]
-    assert found.verdict.num_rescued.tolist() == [2, 1]
-    left = state.after(found.verdict, found.verdict.num_accepted)
-    np.testing.assert_allclose(left.budget, [0.2, 0.1], atol=1e-6)
-    assert step(state=left).tokens.tolist() == [0, -1, 0, -1, -1, -1]
 
 
 REQUESTS = {

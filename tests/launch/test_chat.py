@@ -143,7 +143,7 @@ def test_ctrl_c_before_an_answer(
         return does(*given, **named)
 
     monkeypatch.setattr(owner, name, interrupted)
-    answers, said = talk("Boris", "/clear", "Ada has 3")
+    answers, said = talk("Boris", "Ada has 3")
     assert answers == [*[""] * (name != "encode"), whole]
     assert said.count("tokens/s") == 1
     assert all(finished[:1]), "what decodes was compiled before, with rows that are finished"

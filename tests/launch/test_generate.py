@@ -208,7 +208,6 @@ def test_the_library_and_the_command_decode_alike(decoded: Decoded) -> None:
 
 
 TWO = ["--prompt=Ada has 3 apples", "--prompt=Boris", *SIZES]
-LAXEST = [*TWO, "--rule=margin", "--margin_gap=100"]
 
 
 LEARN = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(6)]
@@ -253,20 +252,16 @@ def test_rules_by_name(memory: Path, of_pair: Decoded) -> None:
     assert [one["regret"] for one in lossless] == [0, 0]
 
 
-def test_a_budget_is_kept_and_tokens_are_protected(tokenizer: Tokenizer, of_pair: Decoded) -> None:
-    free, found = of_pair(*LAXEST), of_pair(*LAXEST, "--risk_budget=3")
-    assert all(0 < one["regret"] <= 3 for one in found)
-    rescued = [sum(one["num_rescued_tokens"] for one in some) for some in (found, free)]
-    assert rescued[0] < rescued[1]
-    protected = of_pair(*LAXEST, r"--protect=[a-z]", r"--protect=[\x00-\x1f]")
-    for some, expected in ((free, True), (protected, False)):
+def test_tokens_are_protected(tokenizer: Tokenizer, of_pair: Decoded) -> None:
+    laxest = [*TWO, "--rule=margin", "--margin_gap=100"]
+    for flags in ([], ["--protect=[a-z]", r"--protect=[\x00-\x1f]"]):
         texts = [
             tokenizer.vocabulary.token_bytes(token, False)
-            for one in some
+            for one in of_pair(*laxest, *flags)
             for token, why in zip(one["token_ids"], one["why"], strict=True)
             if why == "r"
         ]
-        assert any(re.search(b"[a-z]", text) for text in texts) == expected
+        assert any(re.search(b"[a-z]", text) for text in texts) == (not flags)
 
 
 def test_a_config_gives_way_to_flags(memory: Path, tmp_path: Path, of_pair: Decoded) -> None:

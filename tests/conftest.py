@@ -5,8 +5,6 @@ small programs, and what they compute does not depend on how well LLVM does it. 
 disk: compiled so fast, a program takes as long to read as to compile.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -5,8 +5,6 @@ on (jax#39103). These tests say for each version of jaxlib whether the fault is 
 fly_jax computes over so many rows is right all the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """The shape of the repository: which room imports which, the links, and what a wheel carries."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """K is chosen as the estimate says, and a chosen K decodes as the same fixed K does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine import depth_costs
 from fly_jax.engine.depth_costs import DepthCosts, Round, rounds_run
+from fly_jax.shapes import RowFlags
 
 counts = st.floats(0.5, 50, width=32)
 

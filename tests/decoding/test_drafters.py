@@ -1,7 +1,5 @@
 """Whatever proposes: lookups, drafters that nobody knows, and draft models below another."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

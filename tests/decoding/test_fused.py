@@ -1,7 +1,5 @@
 """The fused loop against its steps and oracles of Fly, also where windows stay open over rounds."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Heads (EAGLE-3, DFlash, DSpark), drafts of one pass (PARD) and models below another: no loss."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

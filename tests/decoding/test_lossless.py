@@ -1,7 +1,5 @@
 """`Exact` is autoregressive decoding: for any draft, batch, K, lookup, dispatch and family."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """On simulated devices: the same tokens as on one, and no recompilation."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import astuple, replace

@@ -1,7 +1,5 @@
 """The two calls that most users make, load a pair and generate; also with a drafter by its name."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Every token's report equals what the two models' logits say, in passes without a cache."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

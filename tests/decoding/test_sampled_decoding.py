@@ -1,7 +1,5 @@
 """What an engine samples is distributed as the target says."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drafts by their files: the target's own matrices, rounded or of some tokens; PARD; padding."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What runs costs no more than it must: no compilation after warm-up, no copy, no long pass."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """A request's tokens are those that it would have alone, whoever its neighbours are."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Prompts are run in chunks of few shapes, several at a time, and no token depends on with whom."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """What an engine refuses, each in a sentence; stop strings, of which no part is ever handed out."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from types import SimpleNamespace

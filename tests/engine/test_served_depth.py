@@ -1,7 +1,5 @@
 """K changes between rounds as costs and acceptance say, and who must not notice does not."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Every kind of round of an engine, compiled from shapes: the one place that describes them."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the compiled programs show at 405B and 70B scale: read from the TPU compiler's output."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Plans from shapes alone, their counts against those of XLA, and the model of speed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Compiled programs are read right: trips of loops, exchanges, copies of large arrays."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

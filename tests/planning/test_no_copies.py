@@ -1,7 +1,5 @@
 """No round copies a cache or a stack of matrices: what the CPU compiles, for one device and 8."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The TPU compiler says so of slices that are not there.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Evidence against loops in float64, and sharded evidence against unsharded."""
 
-from __future__ import annotations
-
 import math
 
 import jax

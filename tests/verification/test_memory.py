@@ -1,7 +1,5 @@
 """The memory of corrections: what it counts, what it forgets, and what it reads back."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Sequence

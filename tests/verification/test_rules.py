@@ -1,7 +1,5 @@
 """Every rule against the loops of the oracle, alone and combined, and hard cases by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Processed distributions against loops, draws against their distributions, over shards too."""
 
-from __future__ import annotations
-
 import functools
 import math
 

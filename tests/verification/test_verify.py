@@ -3,8 +3,6 @@
 And the support that a rule truncates to is what `accept` would keep, token by token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -413,7 +413,6 @@ def test_a_search_that_finds_nothing_writes_nothing(
 
 
 Tokens = Callable[..., list[int]]
-ADA = "Ada has 3"
 
 
 @pytest.fixture

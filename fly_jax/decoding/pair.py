@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -195,10 +194,14 @@ class OpenPair:
         One CPU device decodes a large model two to three times as fast in int8, and no loss was
         seen (docs/weights.md). A draft made of the target's own matrices needs them whole.
         """
-        specs = parameter_specs(self.target.config).values()
-        is_large = 4 * sum(math.prod(one.shape) for one in specs) >= LARGE_BYTES
+        is_large = 4 * self.target.num_parameters >= LARGE_BYTES
         alone = num_devices == 1 and jax.default_backend() == "cpu"
         return "int8" if alone and is_large and self.self_draft is None else self.float_dtype
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens that the target sees."""
+        return self.target.config.max_context
 
     def check_drafting(self, config: DecodingConfig) -> None:
         """Raises FlyJaxError for drafts that cannot draft as the config says."""

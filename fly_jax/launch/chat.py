@@ -170,7 +170,7 @@ class Conversation:
         from fly_jax.engine.engine import Engine
 
         engine = self._engines.get(self._config)
-        context = self._models.target.config.max_context
+        context = self._models.max_context
         if engine is None or engine.max_length < min(length, context):
             most = min(max(_LEAST_LENGTH, 1 << (length - 1).bit_length()), context)
             engine = Engine.of(self._pair, self._config, num_slots=1, max_length=most, offline=True)

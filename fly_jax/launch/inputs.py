@@ -114,7 +114,7 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
             revision=values.revision,
             draft_parallel=values.draft_parallel,
         )
-        _check_sizes(config, models.target.config.max_context)
+        _check_sizes(config, models.max_context)
     return models, mesh
 
 
@@ -152,7 +152,7 @@ def load_opened(
     models.check_drafting(config)
     if mesh.size > 1:
         say(describe(mesh))
-    longest = min(longest, models.target.config.max_context)
+    longest = min(longest, models.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
     dtype, cache = values.dtype or models.default_dtype(mesh.size), values.weights_cache

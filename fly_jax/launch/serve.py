@@ -202,7 +202,7 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     from fly_jax.engine.request import check_sizes
 
     models, mesh = open_models(values, builder.config)
-    rows, context = values.num_slots, models.target.config.max_context
+    rows, context = values.num_slots, models.max_context
     length = values.max_length or min(DEFAULT_LENGTH, context)
     check_sizes(rows, values.prefill_chunk, length, context)
     pair = load_opened(values, builder.config, models, mesh, rows=rows, longest=length)

@@ -90,6 +90,11 @@ class Checkpoint:
         """The model's configuration."""
         return self.source.config
 
+    @property
+    def num_parameters(self) -> int:
+        """The numbers that the model has, the embedding's included."""
+        return sum(math.prod(one.shape) for one in parameter_specs(self.config).values())
+
     def check_draft(self, draft: Checkpoint) -> None:
         """Raises FlyJaxError unless a model, which is to draft for it, has the same tokens."""
         if draft.config.head is not None:  # and has no tokens of its own

@@ -29,6 +29,7 @@ from absl import flags
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 import attacks
 from machine import run, write
+from random_attacks import FOREIGN, RULES, fault, random_request
 from served import Server, conversing, server, work_off
 from tqdm import tqdm
 
@@ -117,13 +118,13 @@ def _slow(at: Server) -> list[httpx.Response]:
 
 # Each with the statuses that its replies may have.
 _ATTACKS: dict[str, tuple[Callable[[Server], list[httpx.Response]], set[int]]] = {
-    "text of a rule": (partial(_each, attacks.RULES), {400}),
+    "text of a rule": (partial(_each, RULES), {400}),
     "bodies of many small things": (partial(_each, attacks.MANY_THINGS), {400}),
     "guessing by cached_tokens": (_guesses, {200}),
     "large numbers": (partial(_each, attacks.LARGE_NUMBERS), {200, 400}),
     "control tokens in a message": (_control_tokens, {200}),
     "slow clients": (_slow, {200, 408}),  # to a whole request before half a one
-    "foreign hosts": (partial(_each, attacks.FOREIGN), {400}),
+    "foreign hosts": (partial(_each, FOREIGN), {400}),
 }
 
 
@@ -137,7 +138,7 @@ def _attacked(
             replies = attack(at)
         except (httpx.HTTPError, OSError, RuntimeError) as error:
             faults.append(f"{type(error).__name__}: {error}")
-    faults += [said for one in replies if (said := attacks.fault(one.status_code, one.content))]
+    faults += [said for one in replies if (said := fault(one.status_code, one.content))]
     number = collections.Counter(one.status_code for one in replies)
     faults += [f"HTTP {status} was not to be expected" for status in number.keys() - statuses]
     said = next((one.json()["error"]["message"][:300] for one in replies if one.is_error), None)
@@ -148,13 +149,13 @@ def _random(at: Server) -> dict[str, Any]:
     """What random bodies brought."""
     chance, faults = random.Random(_SEED.value), list[str]()
     number: collections.Counter[int] = collections.Counter()
-    made = (attacks.random_request(chance) for _ in range(_NUMBER.value))
+    made = (random_request(chance) for _ in range(_NUMBER.value))
 
     async def one(session: httpx.AsyncClient, asked: attacks.Attack) -> None:
         try:
             reply = await session.post(asked.path, content=asked.body, headers=asked.headers)
             number[reply.status_code] += 1
-            said = attacks.fault(reply.status_code, reply.content)
+            said = fault(reply.status_code, reply.content)
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}"
         if said:

@@ -24,8 +24,8 @@ from absl import flags
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 import gguf_files
-from attacks import altered
 from machine import run, write
+from random_attacks import altered
 from tokenizer_makers import fill
 from tqdm import tqdm
 

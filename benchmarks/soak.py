@@ -26,6 +26,7 @@ from absl import flags
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 import attacks
 from machine import run, write
+from random_attacks import FOREIGN, RULES, fault, random_request
 from served import Server, conversing, server, work_off
 from texts import library_beginnings, word_problems
 
@@ -40,7 +41,7 @@ _SLOTS = flags.DEFINE_integer("num_slots", 8, "of the server", lower_bound=1)
 _HOSTILE = flags.DEFINE_integer("hostile", 0, "clients besides, who attack", lower_bound=0)
 _LIMITS = (1, 8, 24, 64, 128)
 _RULES = ("exact", "fly", "margin", "fly | margin", None)
-_ATTACKS = (*attacks.RULES, *attacks.MANY_THINGS, *attacks.LARGE_NUMBERS, *attacks.FOREIGN)
+_ATTACKS = (*RULES, *attacks.MANY_THINGS, *attacks.LARGE_NUMBERS, *FOREIGN)
 # Bytes, at most: from the first tenth to the end, and of these in the second half.
 _MOST_GROWTH, _MOST_LATE_GROWTH = 200 * 2**20, 16 * 2**20
 
@@ -127,14 +128,10 @@ class Soak:
                     self.attacked[kind] += 1
                     continue
                 is_random = kind == "random"
-                asked = (
-                    attacks.random_request(self.chance)
-                    if is_random
-                    else self.chance.choice(_ATTACKS)
-                )
+                asked = random_request(self.chance) if is_random else self.chance.choice(_ATTACKS)
                 reply = await session.post(asked.path, content=asked.body, headers=asked.headers)
                 self.attacked[f"{kind}, HTTP {reply.status_code}"] += 1
-                if said := attacks.fault(reply.status_code, reply.content):
+                if said := fault(reply.status_code, reply.content):
                     self.faults.append(f"{asked.path} {asked.body[:1000]!r}: {said}")
 
     def watch(self, at: Server) -> None:

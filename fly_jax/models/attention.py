@@ -232,7 +232,9 @@ def attend_alone(
             return _attend_block_by_block(few, kv_heads, read, start + step, last, window)
 
         turns = -(-time // _QUERIES)
-        padded = jnp.pad(query, ((0, -time % turns), (0, 0), (0, 0)))
+        # A product with one row, of a token alone whose heads share no keys, has other bits.
+        more = max(-time % turns, 2 * kv_heads // query.shape[1] - time)
+        padded = jnp.pad(query, ((0, more), (0, 0), (0, 0)))
         few = padded.reshape(turns, -1, *query.shape[1:])
         step = jnp.arange(len(padded), dtype=jnp.int32).reshape(turns, -1)
         return each_alone(of_queries, few, step).reshape(padded.shape)[:time]

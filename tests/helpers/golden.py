@@ -7,13 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
+# It orders sums over heads as tiny as these by the rows of a product; over real ones it does not.
+BITS_OF_TINY_HEADS = pytest.mark.skipif(
+    jaxlib.version.__version_info__ >= (0, 12), reason="JAX 0.12 has other bits for tiny heads"
+)
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import GOLDEN, altered, assert_same, layout_on
+from golden import BITS_OF_TINY_HEADS, GOLDEN, altered, assert_same, layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_types import Patch
@@ -304,10 +304,16 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
     return [np.asarray(one) for one in (jnp.concatenate(logits, axis=1), *entries)]
 
 
-# Over a model with biases and windows, and once over another.
+# Over a model with biases and windows, and once over others, of one whose heads share no keys.
 @pytest.mark.parametrize(
-    ("name", "kind"), {**dict.fromkeys(PASSES, "qwen2_windows"), "in a batch": "qwen3"}.items()
+    ("name", "kind"),
+    [
+        *((name, "qwen2_windows") for name in ("by two to nine", "at once", "beside others")),
+        ("in a batch", "qwen3"),
+        ("by two to nine", "llama2"),
+    ],
 )
+@BITS_OF_TINY_HEADS
 def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(name: str, kind: str) -> None:
     rows, widths = PASSES[name]
     expected = fed(kind, (0,), (1,))

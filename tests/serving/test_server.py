@@ -188,7 +188,7 @@ def test_draws(live: Live) -> None:
         ("", b'{"prompt": "a', 400, None, "The body is not valid JSON"),
         ("", b'{"prompt": "\xff"}', 400, None, "send it in UTF-8"),
         ("", b'{"prompt": "\\ud800"}', 400, None, "prompt"),
-        ("", b"[" * 9000, 400, None, "fewer levels"),
+        ("", b"[" * 19_000, 400, None, "fewer levels"),
         ("", {}, 400, None, "prompt: Field required"),
         ("", {"prompt": []}, 400, None, "prompt"),
         ("", {"prompt": [[]]}, 400, None, "is empty"),

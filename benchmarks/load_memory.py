@@ -189,7 +189,7 @@ def programs_of_chats(target: str, draft: str | None) -> dict[str, Any]:
             seconds[name] = seconds.get(name, 0.0) + duration
 
     jax.config.update("jax_enable_compilation_cache", False)
-    pair = load_pair(target, draft)
+    pair = load_pair(target, draft, dtype="float32")
     random = np.random.default_rng(0)
     given = {"rule": "exact", "num_speculative_tokens": 4} if draft else {}
     jax.monitoring.register_event_duration_secs_listener(add)

@@ -156,7 +156,7 @@ def load_opened(
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
     dtype, cache = values.dtype or models.default_dtype(mesh.size), values.weights_cache
-    if dtype != values.dtype and dtype == "int8":
+    if dtype == "int8" != values.dtype and not models.target.source.int8:
         say(
             "The matrices are read as int8, the fastest on a CPU; --dtype float32 keeps all digits."
         )

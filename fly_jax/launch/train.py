@@ -48,7 +48,9 @@ class _TrainFlags(PromptFlags):
     num_steps: int = parameter(2000, "optimiser steps", low=1)
     tokens_per_step: int = parameter(2048, "tokens of a step; 8192 suits an accelerator", low=1)
     mesh: str = parameter("1x1", "where the teacher lies, such as 8x8")
-    dtype: Dtype | None = parameter(None, "of the teacher; else the fastest here", choices=DTYPES)
+    dtype: Dtype | None = parameter(
+        None, "of the teacher; else float32 on CPUs and bfloat16 elsewhere", choices=DTYPES
+    )
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
     draft_vocab_size: int = parameter(8192, "most frequent tokens, which the head knows", low=3)
     num_layers: int = parameter(2, "layers of a PARD drafter or a DSpark head", low=1)

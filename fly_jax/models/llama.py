@@ -368,9 +368,8 @@ class Llama(nnx.Module):
 
     @property
     def is_large(self) -> bool:
-        """Tells whether the weights take a gibibyte or more."""
-        leaves = jax.tree.leaves(self.parameters())
-        return sum(one.size * one.dtype.itemsize for one in leaves) >= LARGE_BYTES
+        """Tells whether the weights take a gibibyte or more in float32, whatever they are in."""
+        return 4 * sum(one.size for one in jax.tree.leaves(self.parameters())) >= LARGE_BYTES
 
     @property
     def has_integers(self) -> bool:

@@ -72,6 +72,17 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     assert {row.finish_reason for row in rows} == {"stop", "length"}
 
 
+def test_a_limit_that_cuts_a_block_is_kept() -> None:
+    prompts = [[5], [9, 9], [1, 2, 3]]
+    engine = pairs.pair_engine(2, ENDLESS, 0.0)
+    whole = engine.generate(prompts, 16)
+    assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
+    for limit in (1, 5, 7):
+        rows = engine.generate(prompts, limit)
+        assert pairs.tokens_of(rows) == [row.token_ids[:limit] for row in whole]
+        assert {row.finish_reason for row in rows} == {"length"}
+
+
 def test_a_row_ends_where_the_context_does() -> None:
     context, prompt = pairs.CONFIG.max_context, list(range(40)) * 15
     for longest, size, limit, left in ((100, 95, 50, 5), (context, context - 3, 10, 3)):

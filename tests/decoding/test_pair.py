@@ -69,10 +69,15 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair, tiny_pair: Folders) -> No
 
 
 def test_one_cpu_device_has_a_large_target_in_int8(tiny_pair: Folders, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(chain, "LARGE_BYTES", 1)
-    loaded = load_pair(*tiny_pair)
-    assert all(one.has_integers for one in (loaded.target, *loaded.drafts))
     opened = chain.open_pair(*tiny_pair)
+    held = jax.tree.leaves(load_pair(opened).target.parameters())
+    size = 4 * opened.target.num_parameters
+    assert size == sum(leaf.size * leaf.dtype.itemsize for leaf in held)
+    monkeypatch.setattr(chain, "LARGE_BYTES", size + 1)
+    assert opened.default_dtype(1) == "float32"
+    monkeypatch.setattr(chain, "LARGE_BYTES", size)
+    loaded = load_pair(opened)
+    assert all(one.has_integers for one in (loaded.target, *loaded.drafts))
     assert [opened.default_dtype(number) for number in (1, 2)] == ["int8", "float32"]
     own = chain.open_pair(tiny_pair[0], "self:int8")
     assert own.default_dtype(1) == "float32", "else its draft would be the target itself"

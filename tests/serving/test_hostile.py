@@ -280,6 +280,7 @@ def test_small_pieces_are_sent_at_once(fresh: Service, monkeypatch: Patch) -> No
 def test_a_second_signal_ends_it_at_once(fresh: Service) -> None:
     listening, say, seen, frozen = bound("127.0.0.1", 0), Mock(), list[str](), list[int]()
     url = address(listening)
+    gc.unfreeze()
 
     def client() -> None:
         until(lambda: fresh.state == "ready")

@@ -168,6 +168,19 @@ def test_exact_decoding_teaches_what_it_corrects() -> None:
     assert len(memory) > 5
 
 
+def test_csd_rescues_what_the_memory_knows_and_nothing_else() -> None:
+    plain = engine_with(Exact(), CorrectionMemory("v")).generate(PROMPTS, 20)
+    unsure = engine_with(Csd(1e-6), CorrectionMemory("v", min_count=10**6))
+    rows = unsure.generate(PROMPTS, 20)
+    assert [row.token_ids for row in rows] == [row.token_ids for row in plain]
+    known, memory = told(plain, Why.CORRECTED), CorrectionMemory("v", min_count=0)
+    memory.add(known)
+    rows = engine_with(Csd(1e-6), memory).generate(PROMPTS, 20)
+    rescued = told(rows, Why.RESCUED)
+    assert len(rescued) > 3
+    assert {*rescued} <= {*known, *told(rows, Why.CORRECTED)}  # what it learnt meanwhile
+
+
 def test_csd_learns_while_it_decodes() -> None:
     """From nothing: what was corrected once is rescued from then on, and counted further."""
     memory = CorrectionMemory("v", min_count=0)

@@ -114,7 +114,8 @@ EVERYTHING = Budget(
 NUMBERS = 9 + 3  # of the rule and of its sampling
 
 
-def test_no_number_is_compiled_in() -> None:
+@pytest.mark.parametrize("by_row", [False, True], ids=["scalars", "rows"])
+def test_no_number_is_compiled_in(by_row: bool) -> None:
     block, traces = block_of(0), []
     given = block.rows | {"memory": block.memory, "state": EVERYTHING.initial_state(ROWS)}
 
@@ -125,11 +126,19 @@ def test_no_number_is_compiled_in() -> None:
 
     leaves, structure = jax.tree.flatten((EVERYTHING, Sampling(0.9, 10, 0.95)))
     assert len(leaves) == NUMBERS
-    decide(*jax.tree.unflatten(structure, leaves), given)
+    if by_row:
+        types = [np.float32 if type(leaf) is float else np.int32 for leaf in leaves]
+        leaves = [np.full(ROWS, *pair) for pair in zip(leaves, types, strict=True)]
+    before = decide(*jax.tree.unflatten(structure, leaves), given)
     for at, leaf in enumerate(leaves):
-        changed = leaf + (1 if type(leaf) is int else 0.4)
+        changed = leaf + (1 if np.asarray(leaf).dtype.kind == "i" else 0.4)
+        if by_row:
+            changed = np.where(np.arange(ROWS) == 2, changed, leaf).astype(leaf.dtype)
         numbers = [*leaves[:at], changed, *leaves[at + 1 :]]
-        decide(*jax.tree.unflatten(structure, numbers), given)
+        after = decide(*jax.tree.unflatten(structure, numbers), given)
+        if by_row:  # what is changed for one row is changed for no other
+            for row in set(range(ROWS)) - {2}:
+                assert_same(row_of(after, row), row_of(before, row))
     assert len(traces) == 1
 
 

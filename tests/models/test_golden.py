@@ -308,12 +308,14 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "qwen2_windows") for name in ("by two to nine", "at once", "beside others")),
+        *(
+            pytest.param(name, "qwen2_windows", marks=BITS_OF_TINY_HEADS)
+            for name in ("by two to nine", "at once", "beside others")
+        ),
         ("in a batch", "qwen3"),
-        ("by two to nine", "llama2"),
+        pytest.param("by two to nine", "llama2", marks=BITS_OF_TINY_HEADS),
     ],
 )
-@BITS_OF_TINY_HEADS
 def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(name: str, kind: str) -> None:
     rows, widths = PASSES[name]
     expected = fed(kind, (0,), (1,))

@@ -5,10 +5,11 @@ r"""Trains heads of each kind on parts of a teacher's answers, and measures them
     python recipes/smollm2_drafter/curve.py --part eagle3 --answer_tokens 2000000,500000 ...
     (each with --teacher MODEL --prompts_file prompts.jsonl --held_out question.jsonl)
 
-The shards of the features may run side by side, and the kinds of head too. `results_KIND.json` in
-the directory has what a round of exact decoding with K = 4 settles on the answers to Spec-Bench's
-first turns, by category: computed from the answers, as `train` does. All else is as `train` makes
-it, with as many steps as read the texts `--passes` times.
+The answers go on where they were stopped. The shards of the features may run side by side, and the
+kinds of head too. `results_KIND.json` in the directory has what a round of exact decoding with
+K = 4 settles on the answers to Spec-Bench's first turns, by category: computed from the answers,
+as `train` does. All else is as `train` makes it, with as many steps as read the texts `--passes`
+times.
 """
 
 from __future__ import annotations
@@ -109,15 +110,21 @@ def _greedy(
 
 
 def _answer() -> None:
+    """Answers what no file has yet: Spec-Bench's prompts, then the others, short ones first."""
     models, pair = open_pair(_TEACHER.value), load_pair(_TEACHER.value, dtype=_DTYPE.value)
-    ids = [_encoded(models, one) for one in _prompts()[0]]
+    prompts, held_out = _prompts()
+    ids = [_encoded(models, one) for one in prompts]
     most, ends = _NEW.value, pair.tokenizer.eos_token_ids
-    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+    files = [_file(shard).open("a+", encoding="utf-8") for shard in range(_SHARDS.value)]
+    for file in files:
+        file.seek(0)
+    done = {json.loads(line)["index"] for file in files for line in file}
     batches: list[tuple[list[int], int, int]] = []
-    for low, width in itertools.pairwise((0, *_WIDTHS)):
-        some = [number for number in order if low < len(ids[number]) <= width]
-        rows = min(_SLOTS.value, _PREFILL_TOKENS.value // width)
-        batches += [(some[at : at + rows], rows, width) for at in range(0, len(some), rows)]
+    for numbers in (range(held_out), range(held_out, len(ids))):
+        for low, width in itertools.pairwise((0, *_WIDTHS)):
+            some = [one for one in numbers if one not in done and low < len(ids[one]) <= width]
+            rows = min(_SLOTS.value, _PREFILL_TOKENS.value // width)
+            batches += [(some[at : at + rows], rows, width) for at in range(0, len(some), rows)]
     target = pair.target.stacked()  # compiles faster
     config, parameters = target.config, target.parameters()
 
@@ -132,7 +139,6 @@ def _answer() -> None:
     shapes = sorted({(rows, width) for _, rows, width in batches})
     with ThreadPoolExecutor() as pool:
         programs = dict(zip(shapes, pool.map(compiled, shapes), strict=True))
-    files = [_file(shard).open("w", encoding="utf-8") for shard in range(_SHARDS.value)]
     for numbers, rows, width in tqdm(batches, desc="Answering", unit="batch"):
         tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
         for row, number in enumerate(numbers):
@@ -143,6 +149,8 @@ def _answer() -> None:
             answer = found[row][found[row] >= 0].tolist()
             record = {"index": number, "prompt": list(ids[number]), "answer": answer}
             print(json.dumps(record), file=files[number % _SHARDS.value])
+        for file in files:
+            file.flush()
     for file in files:
         file.close()
 

@@ -317,7 +317,6 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     [
         ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
         ("dflash", "4x2", "tensor", "replicated", "exact"),
-        ("eagle3", "2x4", "tensor_whole", "narrow_whole", "exact below"),
         ("dspark", "2x2x2", "tensor_long", "narrow_long", "deferred below"),
     ],
 )

@@ -82,7 +82,7 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
         assert account(alone)[:-1] == account(state)[:-1]
 
 
-@pytest.mark.parametrize("name", ["levels", "defer", "lookup alone"])
+@pytest.mark.parametrize("name", ["levels", "lookup alone"])
 def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, int]]) -> None:
     engine = engine_for(KINDS[name], num_slots=16, offline=True)
     found = finished(engine, engine.requests(PROMPTS, LIMIT))

@@ -494,4 +494,6 @@ def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     """The inputs of the first rows; what all rows share stays as it is."""
     few = jax.tree.map(lambda leaf: leaf[:rows] if leaf.ndim else leaf, inputs)
     protected = few.protected if inputs.protected.ndim == 2 else inputs.protected
-    return dataclasses.replace(few, protected=protected, memory=inputs.memory)
+    return dataclasses.replace(
+        few, protected=protected, memory=inputs.memory, earlier=inputs.earlier
+    )

@@ -166,7 +166,7 @@ class RoundProgram:
         if drafter.adapts or drafter.rests:  # for a finished row nobody is to wait
             all_wanted, least = k if wanted is None else wanted, 0 if drafter.rests else 1
             wanted = jnp.where(state.finished, jnp.minimum(all_wanted, least), all_wanted)
-        terms = Terms(wanted, self.inputs.sampling, keys)
+        terms = Terms(wanted, self.inputs.sampling, keys, self.inputs.earlier)
         return drafter.propose(state.drafter, state.tokens, state.length, k, terms)
 
     def _verify(self, state: DecodeState, draft: Draft, keys: RowKeys | None) -> _Seen:

@@ -75,6 +75,7 @@ class RuleInputs:
     sampling: Sampling | None  # likewise; None for greedy decoding
     protected: Bool[Array, "*rows vocab"]  # tokens that are never rescued, of all rows or of each
     memory: Int32[Array, "pairs 2"] | None = None  # `CorrectionMemory.keys`
+    earlier: Int32[Array, " earlier"] | None = None  # `EarlierAnswers.tokens`
     ends: RowFlags | None = None  # rows that are done at an end of text; None for all
     seated: RowFlags | None = None
 

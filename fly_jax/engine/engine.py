@@ -39,7 +39,15 @@ from fly_jax.engine.request import (
     check_sizes,
     check_spec,
 )
-from fly_jax.engine.slots import SHARED_BLOCK, Dispatch, Prefix, RowInputs, Seated, Slots
+from fly_jax.engine.slots import (
+    SHARED_BLOCK,
+    Dispatch,
+    EarlierAnswers,
+    Prefix,
+    RowInputs,
+    Seated,
+    Slots,
+)
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import Tokenizer
@@ -143,6 +151,9 @@ class Engine:
                 "given; pass memory=CorrectionMemory(…), empty or filled."
             )
         self.memory, self.listener = memory, listener
+        lookup = spec.static.lookup
+        kept = 0 if lookup is None else lookup.num_earlier_tokens
+        self.earlier = EarlierAnswers(kept) if kept else None
         self.max_length = length
         self._buckets = self._programs.attention_buckets(length, num_slots)
         self._capacity = self._buckets.steps[-1]
@@ -590,7 +601,7 @@ class Engine:
     def _inputs(self, *, sampled: bool = False) -> RuleInputs:
         """The numbers of all slots; with deferred windows nothing is ever drawn."""
         sampled = sampled and not self.spec.static.deferred_window
-        return self._rows.of(self.slots.occupants, self.memory, sampled=sampled)
+        return self._rows.of(self.slots.occupants, self.memory, self.earlier, sampled=sampled)
 
     def _read(self, dispatch: Dispatch) -> list[tuple[RequestState, Settled]]:
         for seated in dispatch.seated:
@@ -621,6 +632,8 @@ class Engine:
                     continue
                 if shown.finish_reason is not None:
                     request_state.finished = now
+                    if self.earlier is not None and not request_state.request.cache_salt:
+                        self.earlier.add(request_state.generation.token_ids)
                     if settled.finish_reason is None:  # a stop string, of which the row knows not
                         self._free(slot)
                     else:

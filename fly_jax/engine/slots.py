@@ -33,6 +33,17 @@ class Prefix(NamedTuple):
     length: int = 0
 
 
+class EarlierAnswers:
+    """The last tokens that requests were answered with, for a lookup; -1 where there are none."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.tokens = np.full(num_tokens, -1, np.int32)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Adds an answer behind the others, the oldest of which go; `tokens` is a new array."""
+        self.tokens = np.append(self.tokens, np.asarray(token_ids, np.int32))[len(token_ids) :]
+
+
 class Slots:
     """The rows of the engine's state; they share beginnings in multiples of `block` (0: never)."""
 
@@ -180,6 +191,7 @@ class RowInputs:
         self._protected = programs.put_protected(ids, num_slots)
         self._known: tuple[CorrectionMemory, int] | None = None
         self._keys: Int32[Array, "pairs 2"] | None = None
+        self._earlier: tuple[np.ndarray, Int32[Array, " earlier"]] | None = None
 
     def takes(self, rule: Rule) -> bool:
         """Tells whether a rule is of one of the kinds."""
@@ -188,7 +200,10 @@ class RowInputs:
         kind: Any = jax.tree.structure(self.united)
         return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
 
-    def of(self, occupants: _Who, memory: CorrectionMemory | None, *, sampled: bool) -> RuleInputs:
+    def of(
+        self, occupants: _Who, memory: CorrectionMemory | None,
+        earlier: EarlierAnswers | None = None, *, sampled: bool,
+    ) -> RuleInputs:  # fmt: skip
         """The numbers of the requests in all slots; `sampled` where some of them are drawn."""
         programs, who = self._programs, tuple(occupants)
         if self._last is None or self._last[0] != who:
@@ -205,6 +220,8 @@ class RowInputs:
         inputs = self._last[1]
         if memory is not None and self.united.uses_memory:
             inputs = dataclasses.replace(inputs, memory=self._keys_of(memory))
+        if earlier is not None:
+            inputs = dataclasses.replace(inputs, earlier=self._tokens_of(earlier))
         return inputs if sampled else dataclasses.replace(inputs, sampling=None)
 
     def protect(self, slot: int, token_ids: Sequence[int] | None) -> None:
@@ -236,6 +253,11 @@ class RowInputs:
         if self._keys is None or known != self._known:
             self._keys, self._known = self._programs.put(memory.keys()), known
         return self._keys
+
+    def _tokens_of(self, earlier: EarlierAnswers) -> Int32[Array, " earlier"]:
+        if self._earlier is None or self._earlier[0] is not earlier.tokens:
+            self._earlier = earlier.tokens, self._programs.put(earlier.tokens)
+        return self._earlier[1]
 
 
 @jax.jit

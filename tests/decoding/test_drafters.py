@@ -18,10 +18,11 @@ from refusals import assert_refused
 
 from fly_jax import Draft, Drafter, Generation, KVCache, Lookup, Sampling, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import _RATES, look_up
+from fly_jax.decoding.drafters.lookup import _RATES, _RATES_OF_EARLIER, look_up
 from fly_jax.decoding.pair import drafter_of
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.depth_costs import DepthCosts
+from fly_jax.engine.request import Request
 from fly_jax.models.llama import Llama
 
 PAIR, VARIED = 2, 3  # the pair that repeats itself most, and the one that does least
@@ -39,10 +40,10 @@ find = jax.jit(look_up, static_argnums=(0, 3))
 tokens = st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)
 
 
-def looked_up(lookup: Lookup, text: Sequence[int]) -> tuple[list[int], int]:
+def looked_up(lookup: Lookup, text: Sequence[int]) -> tuple[list[int], int, int]:
     """Prompt lookup, from its definition: sizes downwards, then places in order.
 
-    And how many tokens match there, which may be more than are looked for.
+    And how many tokens match there, which may be more than are looked for, up to which place.
     """
     for size in range(lookup.max_ngram, lookup.min_ngram - 1, -1):
         if size > len(text):
@@ -53,8 +54,9 @@ def looked_up(lookup: Lookup, text: Sequence[int]) -> tuple[list[int], int]:
                 both = zip(reversed(text[: place + size]), reversed(text), strict=False)
                 matching = sum(1 for _ in itertools.takewhile(lambda pair: len({*pair}) == 1, both))
                 proposed = text[place + size :][: lookup.num_speculative_tokens]
-                return list(proposed), min(matching, max(len(_RATES), lookup.max_ngram))
-    return [], 0
+                matching = min(matching, max(len(_RATES), lookup.max_ngram))
+                return list(proposed), matching, place + size - 1
+    return [], 0, 0
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
@@ -67,28 +69,40 @@ def test_equals_its_definition(lookup: Lookup, rows: tuple[list[int], ...], stal
     text, lengths = pairs.padded(rows, CAPACITY)
     text[np.arange(CAPACITY) >= lengths[:, None]] = stale
     given = find(lookup, text, lengths, lookup.num_speculative_tokens)
-    tokens, found, matching = (np.asarray(one) for one in given)
+    tokens, found, matching, place = (np.asarray(one) for one in given)
     assert tokens.shape == (ROWS, lookup.num_speculative_tokens)
     for index, row in enumerate(rows):
         proposed = tokens[index, : int(found[index])].tolist()
-        assert (proposed, matching[index]) == looked_up(lookup, row)
+        *expected, end = looked_up(lookup, row)
+        assert [proposed, matching[index]] == expected
+        assert place[index] == end or not proposed
 
 
-def test_k_follows_from_the_length_of_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind more tokens that match each one is likelier to be kept, and more are drafted."""
-    depths, seconds, lookup = (0, 1, K), (1.0, 1.2, 1.7), Lookup()
+@pytest.mark.parametrize("num_earlier", [0, 20])
+def test_k_follows_from_the_length_of_the_match(
+    num_earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind more tokens that match each one is likelier to be kept, and more are drafted.
+
+    Earlier answers, if some are kept, are looked up in as if the text went on from them.
+    """
+    depths, seconds, lookup = (0, 1, K), (1.0, 1.2, 1.7), Lookup(num_earlier_tokens=num_earlier)
     costs = np.array([seconds, [1.0] * 3, [0.0] * 3], np.float32)
     monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
     spec, rounds = pairs.rounds(K, depths=depths, lookup=lookup), list[RoundOutput]()
     made = pairs.pair_engine(PAIR, spec, rows=1, listener=lambda one, _: rounds.append(one))
-    seen = list[int]()
+    seen, places, answers = list[int](), list[int](), [-1] * num_earlier
     for prompt in ([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], *PROMPTS):
         rounds.clear()
+        earlier = answers[len(answers) - num_earlier :]
         (found,) = made.generate([prompt], LIMIT)
+        answers += found.token_ids
         text, left = list(prompt), LIMIT
         for one in rounds:
-            proposed, matching = looked_up(lookup, text)
-            rates = [_RATES[min(matching + at, len(_RATES)) - 1] for at in range(len(proposed))]
+            proposed, matching, place = looked_up(lookup, [*earlier, *text])
+            places += [place] if proposed else []
+            table = _RATES_OF_EARLIER if place < num_earlier else _RATES
+            rates = [table[min(matching + at, len(table)) - 1] for at in range(len(proposed))]
             each = [min(1 + sum(itertools.accumulate(rates[:k], mul)), left) for k in depths]
             best = int(np.argmax([some / taken for some, taken in zip(each, seconds, strict=True)]))
             assert one.depth is not None
@@ -100,6 +114,12 @@ def test_k_follows_from_the_length_of_the_match(monkeypatch: pytest.MonkeyPatch)
         assert text == [*prompt, *found.token_ids]
         assert [found.token_ids] == pairs.autoregressive(pairs.random_target(PAIR), [prompt])
     assert set(seen) == set(depths)
+    assert any(place < num_earlier for place in places) == (num_earlier > 0)
+    if made.earlier is not None:  # a salted request is nobody else's business
+        for salt, expected in (("a", answers), ("", [*answers, *found.token_ids])):
+            made.submit(Request(PROMPTS[-1], LIMIT, cache_salt=salt))
+            list(made.run(()))
+            assert made.earlier.tokens.tolist() == expected[-num_earlier:]
 
 
 @functools.partial(jax.jit, static_argnames="beyond")

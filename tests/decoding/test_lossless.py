@@ -15,13 +15,14 @@ from fly_jax.models.llama import Llama
 
 SHORT = Lookup(num_speculative_tokens=3)
 EARLIEST = Lookup(match="earliest", num_speculative_tokens=3)
+EARLIER = Lookup(num_speculative_tokens=3, num_earlier_tokens=40)  # answers, too
 PROGRAMS = {
     "autoregressive": pairs.SPECS["autoregressive"],
     "one token": pairs.rounds(1),
     "five tokens": pairs.SPECS["exact"],
     "lookup, three rounds": pairs.rounds(5, lookup=EARLIEST, rounds_per_dispatch=3),
     "depths, lookup": pairs.rounds(6, lookup=SHORT, depths=(2, 6)),
-    "levels, lookup": pairs.rounds(5, lookup=SHORT, level_speculative_tokens=(2,)),
+    "levels, lookup": pairs.rounds(5, lookup=EARLIER, level_speculative_tokens=(2,)),
     "no budget": dataclasses.replace(pairs.SPECS["deferred"], rule=Budget(Fly(0.2, 2), 0.0)),
 }
 ENDLESS = pairs.SPECS["exact"].with_static(eos_token_ids=())

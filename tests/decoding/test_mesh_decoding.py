@@ -9,14 +9,15 @@ import random_pairs as pairs
 from golden import layout_on
 from random_pairs import CONFIG, batch_engine, placed, random_draft, random_target
 
-from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, Generation, Margin, Typical
+from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, Generation, Lookup, Margin, Typical
 from fly_jax.sharding.rules import RULES
 
 LARGE = replace(CONFIG, num_heads=8, num_kv_heads=4)
 ROWS = 4
 EXACT, FLY = pairs.SPECS["exact"].with_static(num_speculative_tokens=3), Fly(window_size=1)
 ALL = Budget((FLY | Csd(1e-6)) & (Typical() | Margin()), 2.0)
-LEVELS = {"deferred_window": 2, "level_speculative_tokens": (2,)}
+LOOKUP = Lookup(num_earlier_tokens=40)
+LEVELS = {"deferred_window": 2, "level_speculative_tokens": (2,), "lookup": LOOKUP}
 SPECS = {
     "exact": EXACT,
     "fly": replace(EXACT, rule=FLY),

@@ -67,6 +67,7 @@ def test_what_is_asked_for_and_by_which_names() -> None:
         ({"window_size": 15}, "draft at least 16 tokens"),
         ({"num_speculative_tokens": 5}, "unknown"),
         ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "correct the two"),
+        ({"prompt_lookup_earlier": 9}, "keeps no earlier answers"),
         ({"entropy_threshold": "high"}, "a number"),
         ("fly", "give an object"),
         ({"window_size": 3, "fly_window_size": 4}, "window_size is 3 and 4"),

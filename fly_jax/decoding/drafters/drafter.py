@@ -58,11 +58,14 @@ class Terms:
       sampling: how they are drawn; None where they are not.
       keys: of each row, for the draws: the token at position p of a row is drawn with the noise of
         `fold_in(key, p)`, so that drafters that agree draw the same token.
+      earlier: tokens of earlier answers, the last ones at the end and -1 where there are none yet;
+        None where none are kept.
     """
 
     wanted: RowInts | None = None
     sampling: Sampling | None = None
     keys: RowKeys | None = None
+    earlier: Int[Array, " earlier"] | None = None
 
     def of_each(self, length: RowInts, num_speculative_tokens: int) -> RowInts:
         """Tokens wanted of each row, in a draft of K."""

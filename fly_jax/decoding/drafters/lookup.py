@@ -19,15 +19,17 @@ Match = Literal["earliest", "latest"]
 # The share of tokens behind 1, 2, … matching tokens that the target keeps; the last is for more.
 # Seen with Qwen2.5-Coder-1.5B on prompts of Spec-Bench and HumanEval (docs/performance.md).
 _RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
+_RATES_OF_EARLIER = (0.12, 0.28, 0.28, 0.33, 0.5, 0.45, 0.5, 0.6)  # of matches in earlier answers
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Lookup(Drafter):
-    """A lookup of the next tokens in a row's own text.
+    """A lookup of the next tokens in a row's own text, and in earlier answers if asked for.
 
     Alone it proposes to the target (prompt lookup decoding), up to K tokens after a match. Its
-    parameters' help texts describe them; the reference code takes the earliest match.
+    parameters' help texts describe them; the reference code takes the earliest match. Earlier
+    answers are what SuffixDecoding (arXiv 2411.04975) keeps in a tree.
     """
 
     max_ngram: int = parameter(
@@ -48,6 +50,12 @@ class Lookup(Drafter):
         "which earlier occurrence counts",
         name="prompt_lookup_match", choices=get_args(Match), flag=False,
     )  # fmt: skip
+    num_earlier_tokens: int = parameter(
+        0,
+        "last tokens of earlier answers that are looked up in as well, such as 16384; a loosened "
+        "or drawn text then depends on them",
+        name="prompt_lookup_earlier", low=0, high=2**20,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_parameters(self)
@@ -60,28 +68,38 @@ class Lookup(Drafter):
     may_fall_short = True
     rates_drafts = True
     resumes = True
-    of_proposing = ("max_ngram", "min_ngram", "num_speculative_tokens", "match")
+    of_proposing = (
+        "max_ngram", "min_ngram", "num_speculative_tokens", "match", "num_earlier_tokens"
+    )  # fmt: skip
 
     def propose(
         self, state: tuple[()], text: Text, length: RowInts, num_speculative_tokens: int,
         terms: Terms = PLAIN,
     ) -> tuple[Draft, tuple[()]]:  # fmt: skip
         """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
-        tokens, found, matching = look_up(self, text, length, num_speculative_tokens)
+        earlier = terms.earlier if self.num_earlier_tokens else None
+        if earlier is not None:  # stands before each text: of equal matches the later one counts
+            repeated = jnp.broadcast_to(earlier, (len(text), len(earlier)))
+            text, length = jnp.concatenate([repeated, text], axis=1), length + len(earlier)
+        tokens, found, matching, place = look_up(self, text, length, num_speculative_tokens)
         found = jnp.minimum(found, terms.of_each(found, num_speculative_tokens))
-        matching = matching[:, None] + jnp.arange(num_speculative_tokens)
-        rates = jnp.asarray(_RATES)[jnp.clip(matching, 1, len(_RATES)) - 1]
+        at = jnp.clip(matching[:, None] + jnp.arange(num_speculative_tokens), 1, len(_RATES)) - 1
+        rates = jnp.asarray(_RATES)[at]
+        if earlier is not None:
+            is_earlier = (place < len(earlier))[:, None]
+            rates = jnp.where(is_earlier, jnp.asarray(_RATES_OF_EARLIER)[at], rates)
         return Draft(tokens, None, found, jnp.zeros(0, jnp.int32), rates), state
 
 
 def look_up(
     lookup: Lookup, text: Text, length: RowInts, num_speculative_tokens: int
-) -> tuple[Int[Array, "rows num_speculative_tokens"], RowInts, RowInts]:
+) -> tuple[Int[Array, "rows num_speculative_tokens"], RowInts, RowInts, RowInts]:
     """Finds each row's own suffix earlier in the row, and what followed it there.
 
     The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's
     multi-level acceleration. Returns the proposed tokens, how many of them are real (0 where
-    nothing matches), and the length of the match, longer n-grams than are looked for included.
+    nothing matches), the length of the match, longer n-grams than are looked for included, and the
+    position of its last token.
     """
     capacity = text.shape[1]
     ends = jnp.arange(capacity, dtype=jnp.int32)  # position of a candidate's last token
@@ -102,4 +120,4 @@ def look_up(
     follow = best[:, None] + 1 + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
     tokens = taken(text, jnp.minimum(follow, capacity - 1))
     available = jnp.minimum(length - 1 - best, num_speculative_tokens)
-    return tokens, jnp.where(matching > 0, available, 0).astype(jnp.int32), matching
+    return tokens, jnp.where(matching > 0, available, 0).astype(jnp.int32), matching, best

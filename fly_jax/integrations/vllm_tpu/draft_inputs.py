@@ -131,7 +131,7 @@ def feed(
     text, length, num_drafted = progress
     num_rows, width = len(length), 1 + lookup.num_speculative_tokens
     end = length + num_drafted
-    proposed, found, _ = look_up(lookup, text, end, lookup.num_speculative_tokens)
+    proposed, found, *_ = look_up(lookup, text, end, lookup.num_speculative_tokens)
     # One token comes from the pass itself, so of the last one there is no proposal.
     useful = jnp.minimum(num_speculative_tokens - 1 - num_drafted, max_length - end)
     counts = 1 + jnp.clip(found, 0, jnp.maximum(useful, 0))

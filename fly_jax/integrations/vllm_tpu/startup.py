@@ -89,6 +89,11 @@ def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> De
         config = DecodingConfig(**values, num_speculative_tokens=num_speculative_tokens)
         config.to_rule()
         config.to_lookup()
+        if earlier := config.lookup.num_earlier_tokens:
+            raise FlyJaxError(
+                f"prompt_lookup_earlier is {earlier}, and vLLM's engine keeps no earlier answers "
+                "to look up in; leave it out."
+            )
     return config
 
 

@@ -78,6 +78,7 @@ class Engine:
       num_prompt_tokens: those of all requests that have got a slot.
       prefill_seconds: in which prompts were run, of all requests so far.
       memory: of corrections; what it learns depends on what is decoded together.
+      earlier: the last answers, if the lookup wants them; drawn and loosened ones depend on them.
       costs: from what K is chosen; None where it is fixed.
       listener: is told of every dispatch's rounds, on the host, with who was in which slot, before
         their tokens are handed out.

@@ -19,7 +19,7 @@ Match = Literal["earliest", "latest"]
 # The share of tokens behind 1, 2, … matching tokens that the target keeps; the last is for more.
 # Seen with Qwen2.5-Coder-1.5B on prompts of Spec-Bench and HumanEval (docs/performance.md).
 _RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
-_RATES_OF_EARLIER = (0.12, 0.28, 0.28, 0.33, 0.5, 0.45, 0.5, 0.6)  # of matches in earlier answers
+_RATES_OF_EARLIER = (0.18, 0.35, 0.35, 0.4, 0.48, 0.48, 0.55, 0.65)  # in earlier answers
 
 
 @jax.tree_util.register_static
@@ -54,7 +54,7 @@ class Lookup(Drafter):
         0,
         "last tokens of earlier answers that are looked up in as well, such as 16384; a loosened "
         "or drawn text then depends on them",
-        name="prompt_lookup_earlier", low=0, high=2**20,
+        name="prompt_lookup_earlier", low=0, high=2**16,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -137,7 +137,8 @@ def _disturbed(
 
 
 @jax.jit
-def _logits(model: Llama, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time vocab"]:
+def logits_of(model: Llama, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time vocab"]:
+    """From one pass over whole texts, without a cache."""
     time = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), tokens.shape)
     visible = jnp.broadcast_to(jnp.tri(time, dtype=bool), (tokens.shape[0], time, time))
@@ -147,7 +148,7 @@ def _logits(model: Llama, tokens: Int[Array, "rows time"]) -> Float[Array, "rows
 def logits_after(model: Llama, text: Sequence[int]) -> np.ndarray:
     """Logits [time, vocab] after each token of one text, from one pass without a cache."""
     alone = Llama(model.config, model.parameters())  # on no mesh
-    return np.asarray(_logits(alone, padded([text], _UNCACHED)[0]))[0, : len(text)]
+    return np.asarray(logits_of(alone, padded([text], _UNCACHED)[0]))[0, : len(text)]
 
 
 @jax.jit
@@ -157,7 +158,7 @@ def _greedy(
     rows = jnp.arange(tokens.shape[0])
 
     def step(index: Array, tokens: Array) -> Array:
-        last = _logits(model, tokens)[rows, length + index - 1]
+        last = logits_of(model, tokens)[rows, length + index - 1]
         return tokens.at[rows, length + index].set(jnp.argmax(last, axis=-1))
 
     return jax.lax.fori_loop(0, count, step, tokens)

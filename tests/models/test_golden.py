@@ -21,6 +21,7 @@ from golden import BITS_OF_TINY_HEADS, GOLDEN, altered, assert_same, layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_types import Patch
+from random_pairs import logits_of
 from refusals import assert_refused
 
 from fly_jax.models import llama, quantise
@@ -71,16 +72,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
     """Logits [rows, time, vocab] of whole sequences."""
-    config, layout, (rows, time) = model.config, model.layout, tokens.shape
-    positions = np.broadcast_to(np.arange(time), (rows, time))
-    visible = np.broadcast_to(np.tri(time, dtype=bool), (rows, time, time))
-
-    @jax.jit
-    def run(parameters: dict[str, jax.Array]) -> jax.Array:
-        model = Llama(config, parameters, layout)
-        return model.logits(model.uncached_and_inputs(tokens, positions, visible)[0])
-
-    return np.asarray(run(model.parameters()))
+    return np.asarray(logits_of(model, tokens))
 
 
 # Columns: how many tokens each of the three rows takes; the widest is the chunk's width, and what
@@ -96,9 +88,8 @@ def cached(model: Llama, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     @jax.jit
     def step(
-        parameters: dict[str, jax.Array], fed: np.ndarray, cache: KVCache, taken: np.ndarray
+        model: Llama, fed: np.ndarray, cache: KVCache, taken: np.ndarray
     ) -> tuple[jax.Array, KVCache]:
-        model = Llama(config, parameters)
         hidden, cache = model.extend(fed, cache)
         return model.logits(hidden), cache.with_length(cache.length + taken)
 
@@ -111,7 +102,7 @@ def cached(model: Llama, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         fed = garbage.integers(0, config.vocab_size, (rows, max(chunk)), dtype=np.int32)
         for row, count in enumerate(chunk):
             fed[row, :count] = tokens[row, lengths[row] : lengths[row] + count]
-        logits, cache = step(model.parameters(), fed, cache, taken)
+        logits, cache = step(model, fed, cache, taken)
         for row, count in enumerate(chunk):
             found[row, lengths[row] : lengths[row] + count] = logits[row, :count]
         lengths += taken
@@ -138,8 +129,11 @@ def test_fixtures_tell_right_from_wrong(golden: Golden) -> None:
 
 
 def test_sharded_checkpoint_is_the_single_file() -> None:
+    """On one device, and on a mesh."""
     assert len(list((GOLDEN / "llama3_sharded").glob("*.safetensors"))) > 1
-    assert_same(load_llama(GOLDEN / "llama3_sharded"), load_llama(GOLDEN / "llama3"))
+    for mesh in (None, "2x2"):
+        found = load_llama(GOLDEN / "llama3_sharded", layout=layout_on(mesh))
+        assert_same(found, load_llama(GOLDEN / "llama3"))
 
 
 def test_an_empty_cache_may_be_donated_whole() -> None:
@@ -284,9 +278,8 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
 
     @functools.partial(jax.jit, static_argnames="attended")
     def step(
-        parameters: dict[str, jax.Array], some: np.ndarray, cache: KVCache, attended: int | None
+        model: Llama, some: np.ndarray, cache: KVCache, attended: int | None
     ) -> tuple[jax.Array, KVCache]:
-        model = Llama(config, parameters)
         hidden, cache = model.extend(some, cache.attending(attended))
         return model.logits(hidden), cache.attending(None)
 
@@ -296,7 +289,7 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
         some = tokens[:, at : at + next(turns)]
         # All of the cache, but a token that is fed alone, which attends to no more than it must.
         attended = -(-at // 64) * 64 if widths == (1,) else None
-        found, cache = step(model.parameters(), some, cache, attended)
+        found, cache = step(model, some, cache, attended)
         logits.append(found)
         at += some.shape[1]
         cache = cache.with_length(jnp.full(len(rows), at, jnp.int32))
@@ -552,6 +545,7 @@ def test_a_gpu_has_an_array_per_layer_of_floats_but_a_stack_of_integers(monkeypa
     monkeypatch.setattr(llama, "_platform", lambda _: "gpu")
     monkeypatch.setattr(llama, "_CACHED_BYTES", 0)
     monkeypatch.setattr(llama, "in_front", None)
+    logits_of.clear_cache()  # so that it is traced as it is patched
     model = llama.for_backend(golden.model)
     assert model.is_unstacked
     assert not llama.runs_unstacked(stored("llama31", int8=True).model)

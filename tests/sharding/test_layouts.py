@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from golden import layout_on
 from jax._src.clusters import cloud_tpu_cluster
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from launch_types import Patch
 from refusals import assert_refused
@@ -22,29 +22,29 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import ParameterSpec, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.presets import preset
+from fly_jax.planning.plan_spec import abstract_mesh
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import ProcessInfo, broadcast, detect_process, gather, joint_errors
 from fly_jax.sharding.rules import RULES, Layout
 
+BOTH = ("x", "y")
+
 
 def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
     """A layout on more devices than there are here; it places nothing, but tells where."""
-    spec = parse_mesh(mesh)
-    abstract = AbstractMesh(spec.sizes, spec.names, axis_types=(AxisType.Auto,) * len(spec.names))
-    return Layout(abstract, RULES[rules])
+    return Layout(abstract_mesh(parse_mesh(mesh)), RULES[rules])
 
 
 def test_405b_on_64_devices() -> None:
     pod, specs = pod_layout("8x8"), parameter_specs(preset("llama-3.1-405b"))
     placed = {name: pod.spec(spec.axes, spec.shape) for name, spec in specs.items()}
-    both = ("x", "y")
-    assert placed["embedding"] == P(both, None)
-    assert placed["query"] == P(None, None, both, None)
+    assert placed["embedding"] == P(BOTH, None)
+    assert placed["query"] == P(None, None, BOTH, None)
     assert placed["key"] == placed["value"] == P(None, None, "x", None)
-    assert placed["output"] == P(None, both, None, None)
-    assert placed["gate"] == placed["up"] == P(None, None, both)
-    assert placed["down"] == P(None, both, None)
-    assert placed["unembedding"] == P(None, both)
+    assert placed["output"] == P(None, BOTH, None, None)
+    assert placed["gate"] == placed["up"] == P(None, None, BOTH)
+    assert placed["down"] == P(None, BOTH, None)
+    assert placed["unembedding"] == P(None, BOTH)
     assert placed["final_norm"] == P(None)
     assert pod.fallbacks(specs) == []
 
@@ -66,9 +66,6 @@ def test_cache_by_rows_or_by_positions() -> None:
     for spec in parameter_specs(preset("llama-3.2-1b")).values():
         assert set(draft.spec(spec.axes, spec.shape)) == {None}
     assert draft.spec(("rows", None), (16, 5)) == P("data", None)
-
-
-BOTH = ("x", "y")
 
 
 @pytest.mark.parametrize(

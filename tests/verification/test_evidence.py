@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from golden import layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from refusals import assert_refused
 
 from fly_jax.planning.hlo import exchanges
@@ -107,9 +107,7 @@ CASES = {
     "sampled": (Entropy("normalized"), Sampling(0.9)),
     "sampled, top-k and top-p": (Entropy("top_k"), Sampling(0.7, top_k=50, top_p=0.83)),
 }
-
-
-MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+MESH = layout_on("2x4").mesh
 
 
 @pytest.mark.parametrize(

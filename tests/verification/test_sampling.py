@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from golden import layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from refusals import assert_refused
 
 from fly_jax.planning.hlo import Exchange, exchanges
-from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import evidence
 from fly_jax.verification.rules import Exact, Fly, Why, accept
 from fly_jax.verification.sampling import Sampling, processed_log_probs, sample, sample_at
@@ -167,8 +167,7 @@ def test_the_entropy_is_that_of_the_logits_however_is_sampled() -> None:
 
 
 WIDE, DEVICES = 96, 8  # a vocabulary over all devices
-MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-LAYOUT = Layout(MESH, ShardingRules(rows=(), vocab=("x", "y")))
+LAYOUT = layout_on("2x4")
 
 placed_draws = jax.jit(sample_at, static_argnames="layout")
 
@@ -178,7 +177,7 @@ def sharded(logits: jax.Array, sampling: Sampling) -> jax.Array:
     split = PartitionSpec(None, ("x", "y"))
     on_shard = functools.partial(processed_log_probs, axis_names=("x", "y"))
     specs = {"in_specs": (split, PartitionSpec()), "out_specs": split}
-    return jax.shard_map(on_shard, mesh=MESH, **specs)(logits, sampling)
+    return jax.shard_map(on_shard, mesh=LAYOUT.mesh, **specs)(logits, sampling)
 
 
 def many_kinds_of_logits(seed: int) -> np.ndarray:

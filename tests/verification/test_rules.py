@@ -345,14 +345,6 @@ def test_what_rules_ask_of_the_evidence() -> None:
     assert [why.letter for why in Why] == ["m", "r", *"------", "c", "b", "-"]
 
 
-def test_rules_of_python_numbers_are_hashable() -> None:
-    first, second = Fly() & Margin() | Csd(), (Fly() & Margin()) | Csd()
-    assert first == second
-    assert hash(first) == hash(second)
-    assert Budget(first, 1.0) != Budget(first, 2.0)
-    assert len({Exact(), Exact(), Fly(), Fly(), Fly(0.2)}) == 3
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from golden import layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from refusals import assert_refused
 
 from fly_jax.sharding.rules import Layout, ShardingRules
@@ -303,15 +303,6 @@ def test_what_is_missing_is_said() -> None:
     assert_refused("one row of logits", decide_flat, Exact(), logits[0], drafts[0], **given)
 
 
-def test_numbers_are_leaves_and_the_rest_is_structure() -> None:
-    leaves, structure = jax.tree.flatten(Fly(0.4, 2))
-    assert leaves == [0.4, 2]
-    assert jax.tree.unflatten(structure, leaves) == Fly(0.4, 2)
-    assert structure == jax.tree.structure(Fly(jnp.ones(3), jnp.ones(3)))
-    assert structure != jax.tree.structure(Fly(0.4, 2, "full"))
-    assert jax.tree.structure(Csd(None)) != jax.tree.structure(Csd()), "None is no number"
-
-
 def test_rebuilding_a_rule_checks_nothing() -> None:
     assert_refused("margin_gap", Margin, gap=-1.0)
     leaves, structure = jax.tree.flatten(Margin())
@@ -367,8 +358,7 @@ def test_windows_cut_nothing_and_each_row_has_its_protected_tokens() -> None:
 
 
 def test_a_mesh_cuts_alike() -> None:
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    layout = Layout(mesh, ShardingRules(rows=("x",), vocab=("y",)))
+    layout = Layout(layout_on("2x4").mesh, ShardingRules(rows=("x",), vocab=("y",)))
     logits = oracle.random_logits(9, SHAPE)
     placed = jax.device_put(logits, layout.sharding(("rows", None, "vocab"), logits.shape))
     rule = SUPPORTS["either"] | Fly(0.3, 0)

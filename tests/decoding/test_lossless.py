@@ -25,7 +25,6 @@ PROGRAMS = {
     "levels, lookup": pairs.rounds(5, lookup=EARLIER, level_speculative_tokens=(2,)),
     "no budget": dataclasses.replace(pairs.SPECS["deferred"], rule=Budget(Fly(0.2, 2), 0.0)),
 }
-ENDLESS = pairs.SPECS["exact"].with_static(eos_token_ids=())
 # A small alphabet repeats itself, so that the lookup finds something.
 tokens = st.lists(st.integers(0, 47) | st.integers(0, 2), min_size=1, max_size=16)
 
@@ -73,21 +72,11 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     assert {row.finish_reason for row in rows} == {"stop", "length"}
 
 
-def test_a_limit_that_cuts_a_block_is_kept() -> None:
-    prompts = [[5], [9, 9], [1, 2, 3]]
-    engine = pairs.pair_engine(2, ENDLESS, 0.0)
-    whole = engine.generate(prompts, 16)
-    assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
-    for limit in (1, 5, 7):
-        rows = engine.generate(prompts, limit)
-        assert pairs.tokens_of(rows) == [row.token_ids[:limit] for row in whole]
-        assert {row.finish_reason for row in rows} == {"length"}
-
-
 def test_a_row_ends_where_the_context_does() -> None:
+    spec = pairs.SPECS["exact"].with_static(eos_token_ids=())
     context, prompt = pairs.CONFIG.max_context, list(range(40)) * 15
     for longest, size, limit, left in ((100, 95, 50, 5), (context, context - 3, 10, 3)):
-        engine = pairs.pair_engine(2, ENDLESS, 0.0, max_length=longest)
+        engine = pairs.pair_engine(2, spec, 0.0, max_length=longest)
         (row,) = engine.generate([prompt[:size]], limit)
         assert (len(row.token_ids), row.finish_reason) == (left, "length")
     with pytest.raises(FlyJaxError, match="context"):

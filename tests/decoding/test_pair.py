@@ -1,7 +1,6 @@
 """The two calls that most users make, load a pair and generate; also with a drafter by its name."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,20 +13,10 @@ from refusals import assert_refused
 from tiny_pair import CONFIG
 
 import fly_jax
-from fly_jax import (
-    CorrectionMemory,
-    Draft,
-    DraftModel,
-    Engine,
-    Lookup,
-    Pair,
-    Terms,
-    Verdict,
-    generate,
-    load_pair,
-)
+from fly_jax import CorrectionMemory, Draft, DraftModel, Engine, Lookup, Terms, Verdict, generate
 from fly_jax.decoding import pair as chain
 from fly_jax.decoding.config import RoundStatic
+from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine import engine
 
@@ -167,29 +156,16 @@ def test_a_foreign_drafter_is_lossless_and_given_the_targets_hidden_states(
     assert_refused("proposes alone", load_pair, tiny_pair[0], ["echo", tiny_pair[1]])
 
 
-def test_the_lookup_drafts_alone(tiny_pair: Folders, pair: Pair, alone: Pair) -> None:
-    """Named, or because there is no draft model: the same, and the target's own text."""
+def test_what_a_lookup_drafts_with(tiny_pair: Folders, pair: Pair, alone: Pair) -> None:
+    """Said and unsaid; that it drafts alone is tested in tests/launch/test_generate.py."""
     given = {"rule": "exact", "num_speculative_tokens": 4}
     named = load_pair(tiny_pair[0], "ngram", dtype="float32")
     lookups = {Lookup(): {}, Lookup(2): {"prompt_lookup_max": 2}}
     lookups |= {Lookup(num_speculative_tokens=3): {"prompt_lookup_tokens": 3}}
     for lookup, values in lookups.items():
         assert named.spec(**given, **values).static.lookup == lookup
-    (one,) = generate(named, REPEATING[:1], max_new_tokens=12, **given)
-    found = {"prompt_lookup_max": Lookup().max_ngram}
-    (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, **found, **given)
-    assert one.token_ids == same.token_ids == tokens(alone)[0]
-    assert one.num_draft_tokens == same.num_draft_tokens > 0
     # Unsaid it is exact with three tokens; and a rule that loosens has the published fifteen.
     for unsaid in (pair.config(), named.config(), alone.config(prompt_lookup_max=2)):
         assert (unsaid.rule, unsaid.num_speculative_tokens) == ("exact", 3)
     for loosened in (pair.config(rule="fly"), named.config(rule="margin")):
         assert loosened.num_speculative_tokens == 15
-
-
-def test_a_config_from_a_file_decodes(pair: Pair, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('rule = "margin"\nmargin_gap = 100.0\nnum_speculative_tokens = 3\n')
-    config = fly_jax.load_config(str(path))
-    expected = tokens(pair, rule=fly_jax.Margin(gap=100), num_speculative_tokens=3)
-    assert tokens(pair, config=config) == expected

@@ -7,7 +7,7 @@ import oracle
 import pytest
 import random_pairs as pairs
 
-from fly_jax import Exact, Generation, Lookup, Margin, Rule, Sampling
+from fly_jax import Exact, Lookup, Margin, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.models.llama import Llama
 
@@ -24,11 +24,6 @@ def models() -> tuple[Llama, Llama]:
     return target, pairs.random_draft(5, 1.0, SMALL, SHARPNESS)
 
 
-def decode(rule: Rule, lookup: Lookup | None) -> list[Generation]:
-    spec = RoundSpec(rule, RoundStatic(3, lookup), Sampling(TEMPERATURE, TOP_K))
-    return pairs.batch_engine(*models(), spec, ROWS).generate([PROMPT] * DRAWS, 3)
-
-
 def probabilities(text: list[int], model: int = 0, below: float = np.inf) -> np.ndarray:
     """The distribution of the token that follows a text, by the oracle; 1 is the draft's.
 
@@ -42,7 +37,9 @@ def probabilities(text: list[int], model: int = 0, below: float = np.inf) -> np.
 @pytest.mark.parametrize(("lookup", "below"), [(Lookup(1), np.inf), (None, 1.0)])
 def test_tokens_have_the_targets_distribution(lookup: Lookup | None, below: float) -> None:
     """Speculation is lossless for the target as the rule's support cuts it, before all else."""
-    rows = decode(Exact(Margin(below) if below == 1 else None), lookup)
+    rule, sampling = Exact(Margin(below) if below == 1 else None), Sampling(TEMPERATURE, TOP_K)
+    engine = pairs.batch_engine(*models(), RoundSpec(rule, RoundStatic(3, lookup), sampling), ROWS)
+    rows = engine.generate([PROMPT] * DRAWS, 3)
     assert all(row.num_draft_tokens == 3 * row.num_rounds for row in rows)
     accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
     assert 0.2 < accepted < 2.5, "the draft is too good or too bad to test anything"

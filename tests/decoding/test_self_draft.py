@@ -1,7 +1,6 @@
 """Drafts by their files: the target's own matrices, rounded or of some tokens; PARD; padding."""
 
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs as pairs
-from golden import BITS_OF_TINY_HEADS, GOLDEN, assert_same, layout_on
+from golden import BITS_OF_TINY_HEADS, GOLDEN, altered, assert_same, layout_on
+from launch_types import Folders
 from refusals import assert_refused
-from safetensors.numpy import load_file, save_file
-from tiny_pair import CONFIG, VOCAB_SIZE, write_pair, write_tokenizer
+from safetensors.numpy import load_file
+from tiny_pair import CONFIG, VOCAB_SIZE, write_tokenizer
 
 from fly_jax import Generation, Lookup, Pair, Why, generate, load_pair
 from fly_jax.decoding.config import RoundStatic
@@ -171,10 +171,10 @@ def padded(folder: Path, to: Path, rows: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folders are the models."""
-    root = tmp_path_factory.mktemp("pair")
-    target, draft = write_pair(root)
+    root = shutil.copytree(tiny_pair[0].parent, tmp_path_factory.mktemp("pair") / "models")
+    target, draft = root / "target", root / "draft"
     save_hf(narrowed(load_llama(target)), root / "narrow", jnp.float32)
     shutil.copy(target / "tokenizer.model", root / "narrow")
     padded(target, root / "wide_target", 3)
@@ -231,17 +231,15 @@ def test_sampling_knows_nothing_of_it(root: Path) -> None:
 
 
 def test_rows_that_cannot_be(root: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(root / "narrow", tmp_path / "wrong")
-    file, tensors = folder / "config.json", load_file(folder / "model.safetensors")
-    config = json.loads(file.read_text())
-    assert config["draft_vocab_size"] == ROWS
+    narrow, wrong = root / "narrow", tmp_path / "wrong"
+    table = load_file(narrow / "model.safetensors")["token_rows"]
     for row in (-1, ROWS):
-        tensors["token_rows"][5] = row
-        save_file(tensors, folder / "model.safetensors")
+        table[5] = row
+        folder = altered(narrow, wrong, {}, {"token_rows": table})
         assert_refused(f"token_rows.* each must be from 0 to {ROWS - 1}", load_llama, folder)
     for rows in (1, VOCAB_SIZE + 1, ROWS - 1):
         words = "has shape" if rows == ROWS - 1 else f"draft_vocab_size={rows} and vocab_size"
-        file.write_text(json.dumps(config | {"draft_vocab_size": rows}))
+        folder = altered(narrow, wrong, {"draft_vocab_size": rows}, {})
         assert_refused(words, load_pair, root / "target", folder)
 
 
@@ -274,9 +272,7 @@ def test_what_pads_is_cut(root: Path, where: dict[str, str]) -> None:
 
 def test_pard_is_known_by_its_config_or_by_a_given_token(root: Path, tmp_path: Path) -> None:
     target, draft = root / "target", root / "draft"
-    marked = shutil.copytree(draft, tmp_path / "marked")
-    fields = json.loads((draft / "config.json").read_text())
-    (marked / "config.json").write_text(json.dumps(fields | {"pard_token": 5}))
+    marked = altered(draft, tmp_path / "marked", {"pard_token": 5}, {})
     pair = load_pair(target, marked, dtype="float32")
     other = load_pair(open_pair(target, draft, draft_parallel=5), dtype="float32")
     given = {"rule": "fly", "num_speculative_tokens": 8}

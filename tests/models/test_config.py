@@ -14,8 +14,9 @@ import pytest
 import random_pairs as pairs
 from gguf_files import write
 from golden import GOLDEN, altered, assert_same
+from launch_types import Folders
 from refusals import assert_refused
-from tiny_pair import VOCAB_SIZE, write_pair
+from tiny_pair import VOCAB_SIZE
 
 from fly_jax import Lookup, generate, load_pair
 from fly_jax.decoding.config import RoundStatic
@@ -99,12 +100,6 @@ def test_yarn_as_a_qwen_asks_for_it() -> None:
     scaling = config_of(fields | {"rope_scaling": weighed}).rope_scaling
     assert isinstance(scaling, YarnScaling)
     assert scaling.attention_factor == pytest.approx(1.1386 / 1.0693, abs=1e-4)
-
-
-def test_a_config_file_that_is_no_json(tmp_path: Path) -> None:
-    for content in (b'{"vocab_size": 96,', b'{"a": "\xff"}', b""):
-        (tmp_path / "config.json").write_bytes(content)
-        assert_refused(r"config\.json is not valid JSON", read_config, tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -211,8 +206,6 @@ def test_a_factor_without_a_type_is_linear_in_gguf(tmp_path: Path) -> None:
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 OFFICIAL = FIXTURES / "eagle3" / "official"
-
-
 CONFIG = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,
     "num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": 64,
@@ -232,8 +225,6 @@ DFLASH = DSPARK | {
 }  # fmt: skip
 BLOCK = NESTED | {"speculators_model_type": "dspark", "block_size": 7, "mask_token_id": 95}
 NAMED = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}
-
-
 EAGLES = {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}
 
 
@@ -331,7 +322,7 @@ DFLASH_OF_TWO = {"dflash_config": {"mask_token_id": 94, "target_layer_ids": [-1,
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "dtype", "num_above"),
+    ("name", "fields", "dtype", "above"),
     [
         ("eagle3/official", EAGLE, "float32", 0),
         ("eagle3/official", EAGLE, "float32", 1),
@@ -339,15 +330,15 @@ DFLASH_OF_TWO = {"dflash_config": {"mask_token_id": 94, "target_layer_ids": [-1,
     ],
 )
 def test_a_head_is_recognised_by_itself(
-    name: str, fields: dict[str, Any], dtype: Any, num_above: int, tmp_path: Path
+    name: str, fields: dict[str, Any], dtype: Any, above: int, tiny_pair: Folders, tmp_path: Path
 ) -> None:
     """And has the target's tables, as far as it lacks them, and its tokenizer."""
-    target, _ = write_pair(tmp_path)
+    target = tiny_pair[0]
     fields = {"vocab_size": VOCAB_SIZE, "num_target_layers": 2} | fields
     head = altered(FIXTURES / name, tmp_path / "head", fields, {"t2d": None})
-    pair = load_pair(target, [*[target] * num_above, head], dtype=dtype)
+    pair = load_pair(target, [*[target] * above, head], dtype=dtype)
     (found,) = generate(pair, ["Ada has 3"], rule="exact", num_speculative_tokens=4)
     (plain,) = generate(pair, ["Ada has 3"], rule="autoregressive")
     assert found.token_ids == plain.token_ids
     drafted, passes = found.num_draft_passes / found.num_rounds, 4 if fields.keys() & EAGLE else 1
-    assert drafted <= passes if num_above else drafted == passes
+    assert drafted <= passes if above else drafted == passes

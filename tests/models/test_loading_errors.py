@@ -22,6 +22,7 @@ from fly_jax.decoding.pair import open_pair
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.source import resolve
+from fly_jax.models.checkpoints.write import convert
 
 UP = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -101,6 +102,7 @@ HEADERS = {
 GONE = without("b.safetensors")
 FEWER = with_tensors("a.safetensors", lambda tensors: dict(sorted(tensors.items())[:-2]))
 TURNED, ROUNDED = with_up(lambda up: up.T.copy()), with_up(lambda up: up.astype(np.int8))
+NO_JSON = ["{0}/config.json is not valid JSON"]
 # What is wrong, and what is said of it, where {0} is the folder and {1} its second file.
 FAULTS: dict[str, tuple[Change, list[str]]] = {
     "no config": (without("config.json"), ["{0}/config.json does not exist"]),
@@ -119,6 +121,10 @@ FAULTS: dict[str, tuple[Change, list[str]]] = {
     **{
         f"index: {content!r}": (with_bytes(INDEX, content), ["{0}/" + INDEX + " is not an index"])
         for content in (b"", b"{", b"\xff", b"[]", b"{}", b'{"weight_map": 3}')
+    },
+    **{
+        f"config: {content!r}": (with_bytes("config.json", content), NO_JSON)
+        for content in (b'{"vocab_size": 96,', b'{"a": "\xff"}', b"")
     },
 }
 FAULTS["header: ranges that overlap"][1].append("the tensors a and b overlap")
@@ -178,6 +184,7 @@ def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | Non
     open_weights(folder)
     text = sentence(load_llama, folder, layout=layout_on(mesh), dtype=jnp.bfloat16)
     assert f"{UP} in {folder / 'b.safetensors'} holds NaN or infinite weights" in text
+    assert sentence(convert, folder, folder.parent / "output", "int8") == text
 
 
 def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ disk: compiled so fast, a program takes as long to read as to compile.
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ import shape_checks
 
 shape_checks.install()
 
-from tiny_pair import write_pair  # noqa: E402
+from launch_types import Captured, Folders, Ran, Refused  # noqa: E402
+from tiny_pair import TEMPLATE, write_pair  # noqa: E402
 
 from fly_jax.decoding.pair import Pair, load_pair  # noqa: E402
 from fly_jax.decoding.programs import Programs  # noqa: E402
 from fly_jax.decoding.state import DecodeState  # noqa: E402
+from fly_jax.launch.__main__ import main  # noqa: E402
 
 # A module in one piece: cutting it into pieces for more cores is work of its own. Reductions are
 # not split into two kernels, which would run faster: that is a quarter of a round's compile time.
@@ -74,13 +77,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The folders of a target and of its draft."""
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
-def pair(tiny_pair: tuple[Path, Path]) -> Pair:
+def chatty_pair(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The same; the target has a chat template."""
+    target = shutil.copytree(tiny_pair[0], tmp_path_factory.mktemp("chat") / "target")
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    return target, tiny_pair[1]
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_pair: Folders) -> Pair:
     return load_pair(*tiny_pair, dtype="float32")
 
 
@@ -113,6 +124,34 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list
     with caplog.at_level(logging.WARNING):
         yield since
     jax.config.update("jax_log_compiles", False)
+
+
+@pytest.fixture
+def ran(capsys: Captured) -> Ran:
+    """Runs a command line that must end with this status; gives its `out` and its `err`."""
+
+    def run(*arguments: str, status: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(arguments) == status
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: Captured) -> Refused:
+    """Runs a command line that must end with status 2 and one sentence, and returns that."""
+
+    def run(*arguments: str, words: Sequence[str] = ()) -> str:
+        assert main(arguments) == 2
+        out, sentence = capsys.readouterr()
+        assert (out, sentence.count("\n"), sentence[-2:]) == ("", 1, ".\n")
+        assert "Traceback" not in sentence
+        for word in words:
+            assert word in sentence
+        return sentence
+
+    return run
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from golden import altered
+from launch_types import Folders
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
-from tiny_pair import write_pair
 
 from fly_jax.launch.__main__ import main
 
@@ -24,17 +25,20 @@ _HANGS = 900  # seconds of one cell; a guard, since the machine may be busy
 
 
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
+def executed(chatty_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
     """The notebook after it has run, with this interpreter and one CPU device."""
     folder = tmp_path_factory.mktemp("jupyter")
     (kernel := folder / "kernels" / "python3").mkdir(parents=True)
     launch = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     description = {"argv": launch, "display_name": "Python 3", "language": "python"}
     (kernel / "kernel.json").write_text(json.dumps(description), encoding="utf-8")
+    # A pair with room for the questions, in place of the one that the hub has.
+    more = {"max_position_embeddings": 1024}
+    longer = [str(altered(one, folder / one.name, more, {})) for one in chatty_pair]
     notebook = nbformat.read(_NOTEBOOK, as_version=4)
     cells = {cell.id: cell for cell in notebook.cells}
     notebook.cells += [
-        new_code_cell(f"real = fly_jax.load_pair(*{_instruct_pair(folder)})", id="instruct"),
+        new_code_cell(f"real = fly_jax.load_pair(*{longer})", id="instruct"),
         new_code_cell(cells["real-problems"].source, id="judged"),
         new_code_cell(cells["chat"].source, id="conversation"),
     ]
@@ -48,17 +52,6 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
             patch.setenv(name, str(value))
         client.execute(cwd=str(folder), env=dict(os.environ))
     return notebook
-
-
-def _instruct_pair(folder: Path) -> list[str]:
-    """A tiny pair with a chat template, in place of the one that the hub has."""
-    for one in (pair := write_pair(folder)):
-        config = json.loads((one / "config.json").read_text())
-        (one / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-        (one / "chat_template.jinja").write_text(
-            "{% for one in messages %}{{ one.role }}: {{ one.content }}</s>{% endfor %}assistant:"
-        )
-    return [str(one) for one in pair]
 
 
 def _text(notebook: NotebookNode, cell_id: str) -> str:

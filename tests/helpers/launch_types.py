@@ -1,4 +1,4 @@
-"""The fixtures of tests/launch, as their users annotate them, and a bar that is interrupted."""
+"""The fixtures of commands, as their users annotate them, and a bar that is interrupted."""
 
 from collections.abc import Callable
 from pathlib import Path

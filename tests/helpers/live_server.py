@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import httpx
 import openai
 import pytest
+from launch_types import Folders
 from random_pairs import random_target
-from tiny_pair import TEMPLATE, write_pair
 
 from fly_jax import AsyncEngine, Engine, Exact, Generation, RequestState, Settled, generate
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
@@ -183,10 +183,8 @@ def live(server: Live) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    (target / "chat_template.jinja").write_text(TEMPLATE)
-    pair = load_pair(target, draft, dtype="float32")
+def server(chatty_pair: Folders) -> Iterator[Live]:
+    pair = load_pair(*chatty_pair, dtype="float32")
     builder = RequestBuilder.of(pair.config(**GIVEN))
     engine = Gated.of(
         pair, builder.for_engine, num_slots=SLOTS, max_length=LENGTH, rules=builder.kinds,

@@ -19,13 +19,12 @@ import jax
 import numpy as np
 import openai
 import pytest
-from launch_types import Captured, Patch
+from launch_types import Captured, Patch, Ran, Refused
 from live_server import KEY, LENGTH, NAME, OTHER, PROMPT, QUEUE, SLOTS, Live, limited, until
 from prometheus_client.parser import text_string_to_metric_families
 from random_pairs import logits_after
 from smoke import Smoke
 
-from fly_jax.launch.__main__ import main
 from fly_jax.serving.http.app import EventStream
 from fly_jax.serving.http.limits import Client
 from fly_jax.serving.http.protocol import CompletionRequest
@@ -192,7 +191,6 @@ def test_draws(live: Live) -> None:
         ("", {}, 400, None, "prompt: Field required"),
         ("", {"prompt": []}, 400, None, "prompt"),
         ("", {"prompt": [[]]}, 400, None, "is empty"),
-        ("", {"prompt": [3, 2**20]}, 400, None, "outside the model's vocabulary"),
         ("", {"prompt": [5] * 200}, 400, "context_length_exceeded", "has 200 tokens"),
         ("", {"prompt": "a", "model": "other"}, 404, "model_not_found", "'other'"),
         ("", {"prompt": "a", "fly": {"typo": 1}}, 400, "unknown_field", "'fly.typo'"),
@@ -201,7 +199,6 @@ def test_draws(live: Live) -> None:
         ("", {"prompt": "a", "logprobs": 5}, 400, None, "engine gives at most 4"),
         ("", {"prompt": "a", "fly": {"rule": "typical"}}, 400, "rule_not_served", "exact, margin"),
         ("", {"prompt": "a", "fly": {"rule": "fly & ("}}, 400, None, "joined by &"),
-        ("", {"prompt": "a", "fly": {"rule": "&".join(["(fly|fly)"] * 14)}}, 400, None, "16384"),
         ("", {"prompt": "a", "fly": {"rule": "fly", "window_size": 9}}, 400, None, "window_size=9"),
         (CHAT, {"messages": []}, 400, None, "messages"),
         (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "No tools."),
@@ -256,6 +253,7 @@ def test_the_key(live: Live) -> None:
 
 
 def test_who_leaves_frees_the_slots(live: Live) -> None:
+    """Before a token has come; `Smoke` has one leave after that."""
     with live.held():
         with live.streaming(n=4):
             until(lambda: len(live.engine.waiting) == 4)
@@ -265,10 +263,6 @@ def test_who_leaves_frees_the_slots(live: Live) -> None:
             until(lambda: len(live.engine.waiting) == 1)
             assert isinstance(going.exception(), httpx.ReadTimeout)
         until(lambda: live.service.num_open == 0)
-    live.wait_until_free()
-    with live.streaming() as events:
-        assert json.loads(next(events))["choices"][0]["text"]
-    live.wait_until_free()
 
 
 def test_the_queue_is_full(live: Live) -> None:
@@ -395,16 +389,14 @@ def test_the_examples_of_the_page_run(live: Live, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_bench_serve(live: Live, chat: bool, tmp_path: Path, capsys: Captured) -> None:
+def test_bench_serve(live: Live, chat: bool, tmp_path: Path, ran: Ran, refused: Refused) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\nBoris\n")
-    refused = [*BENCH, f"--url={live.url}", "--api_key=wrong"]
-    assert main(refused) == 2
-    assert "401" in capsys.readouterr().err
+    refused(*BENCH, f"--url={live.url}", "--api_key=wrong", words=["401"])
     asked = ["--concurrency=1,2", '--extra_body={"fly": {"rule": "exact"}}', *["--chat"] * chat]
     server = [f"--url={live.url}", f"--api_key={KEY}"]
-    assert main([*BENCH, *server, *asked, f"--prompts_file={prompts}", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)["measured"]
+    given = [*BENCH, *server, *asked, f"--prompts_file={prompts}", "--json"]
+    measured = json.loads(ran(*given).out)["measured"]
     for found, number in zip(measured, (1, 2), strict=True):
         assert (found["concurrency"], found["requests"]) == (number, 3)
         assert found["mean_acceptance_length"] >= 1

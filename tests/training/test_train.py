@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train as embedded_pair
-from launch_types import Captured, Folders, Patch
+from launch_types import Folders, Patch, Ran
 from random_pairs import SPECS, batch_engine
 from safetensors import safe_open
 from tiny_pair import CONFIG, VOCAB_SIZE
 
 import fly_jax
 from fly_jax.decoding.pair import Dtype
-from fly_jax.launch.__main__ import main
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
@@ -189,7 +188,7 @@ def folders(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Fol
 
 @pytest.mark.parametrize("kind", list(heads.KINDS))
 def test_a_head_learns_its_teachers_text(
-    folders: Folders, tmp_path: Path, kind: str, monkeypatch: Patch, capsys: Captured
+    folders: Folders, tmp_path: Path, kind: str, monkeypatch: Patch, ran: Ran
 ) -> None:
     """What the teacher said to three prompts is learned, and drafted as was foretold of one."""
     monkeypatch.setattr(expectations, "ROW_LENGTH", 64)
@@ -198,8 +197,7 @@ def test_a_head_learns_its_teachers_text(
         f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
         "--batch_size=3", "--num_steps=30", "--tokens_per_step=256", "--dtype=float32",
     ]  # fmt: skip
-    assert main(arguments) == 0
-    error = capsys.readouterr().err
+    error = ran(*arguments).err
     assert f"{VOCAB_SIZE // 2 - 1} of {VOCAB_SIZE} tokens" in error
     (foretold,) = re.findall(r"Step 30: (.*) mean accepted tokens", error)
     pair = fly_jax.load_pair(folders[0], tmp_path / kind, dtype="float32")
@@ -213,13 +211,12 @@ def test_a_head_learns_its_teachers_text(
     assert exact[0].num_rounds == pytest.approx(rounds, abs=1.01)
     # Started again there is nothing left to do.
     monkeypatch.setattr(expectations, "_read_along", None)
-    assert main(arguments) == 0
-    assert "has had its 30 steps; nothing was left to train" in capsys.readouterr().err
+    assert "has had its 30 steps; nothing was left to train" in ran(*arguments).err
     # What another teacher, or this one with other prompts, has said is not mixed with it.
     other = tmp_path / "other.txt"
     other.write_text("Ada\n")
-    assert main([*arguments, f"--prompts_file={other}"]) == 2
-    assert "the answers of a run with another --prompts_file; give" in capsys.readouterr().err
+    said = ran(*arguments, f"--prompts_file={other}", status=2).err
+    assert "the answers of a run with another --prompts_file; give" in said
 
 
 @pytest.mark.parametrize(
@@ -249,18 +246,16 @@ def test_a_head_is_written_as_speculators_reads_it(
 
 
 def test_an_interrupted_run_says_how_to_go_on(
-    folders: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, ran: Ran
 ) -> None:
     monkeypatch.setattr(expectations, "continued", Mock(side_effect=KeyboardInterrupt))
     target, prompts = folders
     given = f"train --teacher={target} --prompts_file={prompts} --directory={tmp_path}"
-    assert main(given.split()) == 130
-    assert f"python -m fly_jax.launch {given}" in capsys.readouterr().err
+    assert f"python -m fly_jax.launch {given}" in ran(*given.split(), status=130).err
     claim = tmp_path / "answers_to.json"
     for content, word in (('{"seed": 1}', "another --teacher"), ("", "is damaged")):
         claim.write_text(content)
-        assert main(given.split()) == 2
-        assert word in capsys.readouterr().err
+        assert word in ran(*given.split(), status=2).err
         assert claim.read_text() == content
 
 

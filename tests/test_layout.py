@@ -190,9 +190,8 @@ def test_wheel_imports_outside_the_checkout(unpacked: Path, tmp_path: Path) -> N
     command = [sys.executable, "-c", "import fly_jax; print(fly_jax.__file__)"]
     environment = {**os.environ, "PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
     given = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
-    root = Path(subprocess.check_output(command, **given).strip()).parent
-    assert root == unpacked / "fly_jax"
-    assert (root / "configs" / "fly_llama3_70b.toml").is_file()
+    found = Path(subprocess.check_output(command, **given).strip())
+    assert found.parent == unpacked / "fly_jax"
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)

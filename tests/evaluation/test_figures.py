@@ -13,20 +13,8 @@ from scipy.stats import binomtest
 from tiny_pair import VOCAB_SIZE
 from tqdm import tqdm
 
-from fly_jax import (
-    Budget,
-    DecodingConfig,
-    Engine,
-    Fly,
-    Lookup,
-    Margin,
-    Pair,
-    Rule,
-    Typical,
-    Why,
-    generate,
-    load_config,
-)
+from fly_jax import Budget, Engine, Fly, Lookup, Margin, Pair, Rule, Typical, Why, generate
+from fly_jax.decoding.config import DecodingConfig, load_config
 from fly_jax.evaluation.compare import Comparison, RuleResult, compare
 from fly_jax.evaluation.gate import Candidate, best, upper_bound
 from fly_jax.evaluation.paired import compare_paired, mcnemar, retention
@@ -34,8 +22,6 @@ from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, as_toml, strictness_of
 
 PROMPTS = ["Ada has 3 apples", "Boris", "Vera's 12"]
-
-
 FLY = RuleResult("fly", 300, 2.0, 50, num_rescued_tokens=6, num_checked=10, num_correct=6)
 PLAIN = RuleResult("autoregressive", 200, 4.0, num_rounds=200, num_checked=10, num_correct=8)
 COMPARISON = Comparison((PLAIN, FLY))

@@ -117,7 +117,6 @@ def byte_level_writer(
     adds_bos: bool | None,
     padding: int = 0,
     renamed: dict[str, str] | None = None,
-    template: str = "{{ messages[0].content }}<|eot|>",
 ) -> Put:
     """What puts a byte-level tokenizer into a file, cut as `pre` says."""
 
@@ -135,7 +134,7 @@ def byte_level_writer(
         writer.add_eot_token_id(3)
         if adds_bos is not None:
             writer.add_add_bos_token(adds_bos)
-        writer.add_chat_template(template)
+        writer.add_chat_template("{{ messages[0].content }}<|eot|>")
 
     return put
 

@@ -149,7 +149,6 @@ def test_ctrl_c_before_an_answer(
     assert all(finished[:1]), "what decodes was compiled before, with rows that are finished"
 
 
-FEW = ["--max_new_tokens=4", "--rule=exact", "--num_speculative_tokens=2", "--json"]
 Answered = Callable[..., tuple[list[dict], str]]
 Read = Callable[[dict], str]
 FILES = {
@@ -184,7 +183,7 @@ def answered(chatty: list[str], ran: Ran) -> Answered:
     """Runs the command; gives the objects that it prints, and what it says."""
 
     def run(*arguments: str) -> tuple[list[dict], str]:
-        out, said = ran(*chatty, *FEW, *arguments)
+        out, said = ran(*chatty, *SIZES, "--json", *arguments)
         return [json.loads(line) for line in out.splitlines()], said
 
     return run
@@ -200,7 +199,7 @@ def test_a_text_is_a_users_message(
     answered: Answered, read: Read, chatty: list[str], ran: Ran
 ) -> None:
     """Where there is a template; and the answer stands apart from it."""
-    given = [*chatty, "--prompt=Ada has 3", *FEW[:-1]]
+    given = [*chatty, "--prompt=Ada has 3", *SIZES]
     assert ran(*given).out.startswith("Ada has 3\n\n")
     assert not ran(*given, "--nochat").out.startswith("Ada has 3\n")
     (record,), said = answered("--prompt=Ada has 3")

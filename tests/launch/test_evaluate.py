@@ -141,10 +141,6 @@ def test_data_of_another_format(
     refused(*given, "--tasks=ifeval", words=["fly_jax[eval]"])
 
 
-BENCHED = ["--max_new_tokens=12", "--window_size=2"]
-SPEEDS = ["--decode=autoregressive", "--decode=exact:2,4", "--decode=fly:4"]
-
-
 def test_decodings_side_by_side(models: list[str], tmp_path: Path, ran: Ran) -> None:
     """Of questions as Spec-Bench has them; and a target alone."""
     path, picture = tmp_path / "question.jsonl", tmp_path / "speed.svg"
@@ -154,12 +150,13 @@ def test_decodings_side_by_side(models: list[str], tmp_path: Path, ran: Ran) -> 
         for number, (category, turns) in enumerate(rows, 1)
     ]
     path.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    given = [*BENCHED, f"--prompts_file={path}"]
+    given = ["--max_new_tokens=12", "--window_size=2", f"--prompts_file={path}"]
     heading, _, line = ran("bench", *models[::2], *given, "--turns=1").out.splitlines()
     assert line.startswith("autoregressive")
     assert "kept at" not in heading
-    given += ["--each=1", f"--picture={picture}", "--turns=2"]
-    out, said = ran("bench", *models, *SPEEDS, *given, "--json")
+    given += ["--decode=autoregressive", "--decode=exact:2,4", "--decode=fly:4", "--each=1"]
+    given += [f"--picture={picture}", "--turns=2"]
+    out, said = ran("bench", *models, *given, "--json")
     found = json.loads(out)
     assert (found["prompts"], found["turns"]) == (2, 2)
     plain, two, four, fly = found["decodings"].values()

@@ -46,7 +46,8 @@ KEYS = {
 PROMPTS = ["Ada has 3 apples", "Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
 BORIS = ["--prompt=Boris", *SIZES]
-BOTH = ["--rule=fly", f"--prompt={PROMPTS[0]}", *BORIS]
+TWO = [f"--prompt={PROMPTS[0]}", *BORIS]
+BOTH = ["--rule=fly", *TWO]
 
 
 def test_json_and_text(
@@ -205,9 +206,6 @@ def test_the_library_and_the_command_decode_alike(decoded: Decoded) -> None:
         assert record["token_ids"] == one.token_ids
         assert record["why"] == "".join(why.letter for why in one.why)
         assert record["num_draft_tokens"] == one.num_draft_tokens
-
-
-TWO = ["--prompt=Ada has 3 apples", "--prompt=Boris", *SIZES]
 
 
 LEARN = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(6)]
@@ -432,14 +430,11 @@ def test_an_interrupted_conversion_says_how_to_go_on(
     ran(*arguments)
 
 
-GGUF_TEMPLATE = "{% for one in messages %}{{ one.content }}<|eot|>{% endfor %}"
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Two models that share a tokenizer with a chat template."""
     made = llama3_json()
-    put = byte_level_writer(made, "gpt-2", adds_bos=True, template=GGUF_TEMPLATE)
+    put = byte_level_writer(made, "gpt-2", adds_bos=True)
 
     def write(number: int) -> Path:
         tensors = tensors_of(Llama.random(CONFIG, jax.random.key(number)))

@@ -30,30 +30,19 @@ from attacks import BODY, HALVES, HEALTH, SIZE, TEXT, Attack, connected, sent
 from launch_types import Patch
 from live_server import HEADERS, Stuck, limited, serving, started, stuck_service, until
 
-import fly_jax
-from fly_jax import (
-    Budget,
-    Exact,
-    Fly,
-    FlyJaxError,
-    Lossy,
-    Margin,
-    Request,
-    RequestState,
-    Rule,
-    Sampling,
-)
+from fly_jax import FlyJaxError, Request, RequestState, Sampling
 from fly_jax.engine.slots import Prefix, Slots
 from fly_jax.launch.flags import Flags
 from fly_jax.launch.serve import ServeFlags, _limits
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.tokenizer import load_tokenizer
 from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.run import Connection, ServerFailed, address, bound, run, serve
 from fly_jax.serving.http.service import Service
 from fly_jax.serving.lockstep import decoded, encoded
-from fly_jax.verification.rules import RULES
+from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Rule
+from fly_jax.verification.rules.loosened import Lossy, Margin
 
-_EMBEDDED = Path(fly_jax.__file__).parent / "models" / "embedded" / "target"
 _SECONDS, _MEBIBYTES = 0.5, 200  # of seven seconds, and of up to two gibibytes
 
 
@@ -107,7 +96,7 @@ def test_a_body_of_many_small_things(url: str, attack: Attack) -> None:
 
 def test_a_long_text_is_cut_into_tokens_while_others_are_answered() -> None:
     text = "Ada has 3 apples and eats 2. " * (SIZE // 30)
-    with serving(stuck_service(load_tokenizer(_EMBEDDED))) as url:
+    with serving(stuck_service(load_tokenizer(EMBEDDED_PAIR[0]))) as url:
         reply, wait = attacked(url, TEXT, json.dumps({"prompt": text}).encode())
     assert reply.json()["error"]["code"] == "context_length_exceeded"
     assert wait < _SECONDS

@@ -98,7 +98,7 @@ class DepthCosts:
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
             # A first pass is wider than those after it, which are most of a long draft.
-            enough = min(2, self._num_passes.max())
+            enough = min(2.0, float(self._num_passes.max()))
             at = int(np.flatnonzero(self._num_passes >= enough)[0])
             each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
             self._pass_seconds[program] = each

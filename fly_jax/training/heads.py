@@ -296,7 +296,7 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
         found[name] = np.array(own[name], np.float32)
         if (scale := own.get(scale_name(name))) is not None:
             inputs = [axis for axis, which in enumerate(spec.axes) if which in spec.inputs]
-            found[name] *= np.expand_dims(np.asarray(scale), inputs)
+            found[name] *= np.expand_dims(np.asarray(scale), tuple(inputs))
     return found
 
 

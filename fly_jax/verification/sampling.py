@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
@@ -65,7 +66,7 @@ class Sampling:
     def of_rows(self, num_rows: int) -> Sampling:
         """A copy in which every number is an array of one for each row."""
 
-        def each(number: Number | Count, dtype: type) -> Array:
+        def each(number: Number | Count, dtype: DTypeLike) -> Array:
             return jnp.broadcast_to(jnp.asarray(number, dtype), (num_rows,))
 
         return Sampling(

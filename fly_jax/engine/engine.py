@@ -67,8 +67,9 @@ Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
 class Engine:
     """Decodes any number of requests, as many at a time as it has slots.
 
-    The answer to a request depends on nothing else, but for how other widths round: its rule, its
-    draws and its limit are its own. All rules that it may ask for run in one program.
+    The answer to a request depends on nothing else, but for how other widths round, and a loosened
+    or drawn one on `earlier`: its rule, its draws and its limit are its own. All rules that it may
+    ask for run in one program.
     On a mesh of several processes each makes the same engine and is asked the same in the same
     order; where only one of them is asked, see `fly_jax.serving.lockstep`.
 
@@ -152,8 +153,7 @@ class Engine:
                 "given; pass memory=CorrectionMemory(…), empty or filled."
             )
         self.memory, self.listener = memory, listener
-        lookup = spec.static.lookup
-        kept = 0 if lookup is None else lookup.num_earlier_tokens
+        kept = 0 if self.drafter is None else self.drafter.num_earlier_tokens
         self.earlier = EarlierAnswers(kept) if kept else None
         self.max_length = length
         self._buckets = self._programs.attention_buckets(length, num_slots)

@@ -95,7 +95,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt to continue, and how. Nothing of it depends on what else is decoded.
+    """A prompt to continue, and how. Nothing of it depends on what else is decoded; see `Engine`.
 
     Attributes:
       rule: which draft tokens are kept; None for the engine's own rule.

@@ -245,15 +245,17 @@ class _Measured:
         return 0 if static.depths else static.num_speculative_tokens
 
     def decode(self, group: Sequence[Sequence[int]], limit: int, seed: int, turn: int) -> None:
-        """Decodes a group of prompts, without what the engine held before."""
+        """Decodes a group of prompts, with nothing held but the answers of this turn, if kept."""
         engine = self.engine
+        if turn == len(self.done):
+            self.done.append([])
+            self.seconds.append([])
+            if engine.earlier is not None:
+                engine.earlier.clear()
         start, prefilled = time.perf_counter(), engine.prefill_seconds
         done = engine.answer(engine.requests(group, limit, seed=seed))
         taken = time.perf_counter() - start - (engine.prefill_seconds - prefilled)
         engine.forget()
-        if turn == len(self.done):
-            self.done.append([])
-            self.seconds.append([])
         self.done[turn] += done
         self.seconds[turn].append(taken)
 

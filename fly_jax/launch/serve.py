@@ -147,6 +147,11 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
             "The rule csd looks mismatches up in a memory, which the server does not take; leave "
             "it out of --rule and --rules, or decode with generate, or Engine(..., memory=...)."
         )
+    if config.lookup.num_earlier_tokens:
+        raise FlyJaxError(
+            f"prompt_lookup_earlier is {config.lookup.num_earlier_tokens}, and the server keeps no "
+            "answers: another client could tell one from how its drafts fare. Leave it out."
+        )
     if process_id() != 0:
         with joint_errors():
             pass  # what only process 0 looks at

@@ -145,11 +145,13 @@ def _answer() -> None:
             lengths[row] = len(ids[number])
             tokens[row, : lengths[row]] = ids[number]
         found = np.asarray(programs[rows, width](parameters, cache(rows, width), tokens, lengths))
+        lines = [""] * len(files)
         for row, number in enumerate(numbers):
             answer = found[row][found[row] >= 0].tolist()
             record = {"index": number, "prompt": list(ids[number]), "answer": answer}
-            print(json.dumps(record), file=files[number % _SHARDS.value])
-        for file in files:
+            lines[number % len(files)] += json.dumps(record) + "\n"
+        for file, some in zip(files, lines, strict=True):  # whole lines, if it is stopped
+            file.write(some)
             file.flush()
     for file in files:
         file.close()

@@ -13,7 +13,7 @@ from engine_kinds import KINDS, Kind, account, engine_for, finished, models, req
 from random_pairs import batch_engine, forget_programs, greedy, logits_after, until_end
 from refusals import assert_refused
 
-from fly_jax import CorrectionMemory, Engine, Request, RequestState, Sampling
+from fly_jax import CorrectionMemory, Engine, Lookup, Request, RequestState, Sampling
 from fly_jax.verification.rules import Exact, Why
 from fly_jax.verification.rules.loosened import Csd
 
@@ -96,6 +96,31 @@ def test_requests_equal_those_alone(name: str, compilations: Callable[[], list[s
     assert len({one.generation.finish_reason for one in found}) == 2
     if any(rule.longest_window for rule in (kind.spec.rule, *kind.rules)):
         assert any(one.generation.num_rescued_tokens for one in found)
+
+
+def test_earlier_answers_are_kept_in_the_order_in_which_they_end(
+    compilations: Callable[[], list[str]],
+) -> None:
+    """But those of requests with a salt, and of cancelled ones; rounds of few slots have all."""
+    spec = KINDS["lookup alone"].spec.with_static(lookup=Lookup(num_earlier_tokens=64))
+    kind = dataclasses.replace(KINDS["lookup alone"], spec=spec, num_slots=4)
+    engine, answers, found = engine_for(kind), [-1] * 64, list[RequestState]()
+    engine.warm_up()
+    compilations()
+    for number in (1, 4, 2):
+        states = [engine.submit(one) for one in requests(kind)[:number]]
+        salted = engine.submit(Request([1, 2], 9, cache_salt="a"))
+        engine.cancel(engine.submit(Request([3], 9)))
+        ended = [state for state, settled in engine.run(()) if settled.finish_reason]
+        assert set(ended) == {*states, salted}
+        answers += [token for one in ended if one != salted for token in one.generation.token_ids]
+        assert engine.earlier is not None
+        assert engine.earlier.tokens.tolist() == answers[-64:]
+        found += states
+    assert not compilations()
+    for one in found:
+        other = alone(KINDS["lookup alone"], one.request).generation
+        assert one.generation.token_ids == other.token_ids
 
 
 @pytest.mark.parametrize("name", ["rules and sampling", "defer"])

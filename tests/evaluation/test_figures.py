@@ -75,6 +75,17 @@ def test_rules_decode_the_same_prompts(pair: Pair) -> None:
     assert_refused("at least one", compare, pair, [])
 
 
+def test_no_turn_knows_the_answers_of_the_one_before(pair: Pair) -> None:
+    alone = dataclasses.replace(pair, drafts=())
+    given = {"num_speculative_tokens": 4, "prompt_lookup_max": 8, "prompt_lookup_earlier": 64}
+    configs = {"exact": DecodingConfig(rule="exact", **given)}
+    once, twice = (
+        compare(alone, PROMPTS, configs, max_new_tokens=16, turns=turns).results[0]
+        for turns in (1, 2)
+    )
+    assert twice.num_rounds == 2 * once.num_rounds < 2 * once.num_tokens
+
+
 def test_the_laxer_the_bound_the_more_is_promised() -> None:
     rng = np.random.default_rng(0)
     found = [Candidate(DecodingConfig(), *rng.random(2)) for _ in range(200)]

@@ -127,6 +127,7 @@ REFUSED = {
         (["--max_length=97"], ["at most 96, the target's context"]),
         (["--rules=nonsense"], ["there is no rule 'nonsense'"]),
         (["--rules=csd"], ["memory"]),
+        (["--prompt_lookup_earlier=64"], ["prompt_lookup_earlier is 64", "keeps no answers"]),
         (["--num_speculative_tokens=auto", "--rule=fly", "--window_size=20"], ["window_size=20"]),
         (["--window_size=9", "--rules=fly"], ["window_size=9"]),
         (["--request_timeout=0"], ["--request_timeout is 0.0"]),

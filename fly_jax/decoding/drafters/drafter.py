@@ -94,6 +94,8 @@ class Drafter(abc.ABC):
     Attributes:
       num_speculative_tokens: tokens that it proposes at a time where a draft model asks it.
       num_models: draft models that it runs, those below it included.
+      num_earlier_tokens: tokens of earlier answers that it looks up in (`Terms.earlier`), or that
+        one below it does.
       may_fall_short: it may propose fewer tokens than it was asked for.
       rests: its state may lack any part of the text's end, which `propose` then takes in.
       adapts: a row that wants fewer tokens may save a pass.
@@ -110,6 +112,7 @@ class Drafter(abc.ABC):
 
     num_speculative_tokens: int
     num_models: int = 0
+    num_earlier_tokens: int = 0
     may_fall_short: bool = False
     rests: bool = False
     adapts: bool = False

@@ -151,6 +151,11 @@ class DraftModel(ModelDrafter):
         """The number of draft models, with those below."""
         return 1 + (0 if self.below is None else self.below.num_models)
 
+    @property
+    def num_earlier_tokens(self) -> int:  # type: ignore[override]
+        """The tokens of earlier answers that a lookup below searches."""
+        return 0 if self.below is None else int(self.below.num_earlier_tokens)
+
     def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
         """Counts passes as wide as those of `_Run.first_token`."""
         lacking = jnp.where(live, length - _CATCH_UP - state.cache.length, 0)

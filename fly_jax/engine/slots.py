@@ -205,8 +205,8 @@ class RowInputs:
         return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
 
     def of(
-        self, occupants: _Who, memory: CorrectionMemory | None,
-        earlier: EarlierAnswers | None = None, *, sampled: bool,
+        self, occupants: _Who, memory: CorrectionMemory | None, earlier: EarlierAnswers | None, *,
+        sampled: bool,
     ) -> RuleInputs:  # fmt: skip
         """The numbers of the requests in all slots; `sampled` where some of them are drawn."""
         programs, who = self._programs, tuple(occupants)

@@ -37,7 +37,7 @@ KINDS = {
     "fly": _rounds(_FLY),
     "rules": _rounds(_WHOLE, reports_mismatches=True, audits=True),
     "sampled": _rounds(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9)),
-    "lookup": _rounds(_FLY, lookup=Lookup()),
+    "lookup": _rounds(_FLY, lookup=Lookup(num_earlier_tokens=4096)),
     "levels": _LEVEL.with_static(lookup=Lookup()),
     "head below": _LEVEL,
     "auto": _rounds(_FLY, depths=(0, 5)),

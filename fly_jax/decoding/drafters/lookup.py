@@ -77,8 +77,7 @@ class Lookup(Drafter):
         terms: Terms = PLAIN,
     ) -> tuple[Draft, tuple[()]]:  # fmt: skip
         """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
-        earlier = terms.earlier if self.num_earlier_tokens else None
-        if earlier is not None:  # stands before each text, which goes on from it
+        if (earlier := terms.earlier) is not None:  # stands before each text, which goes on from it
             repeated = jnp.broadcast_to(earlier, (len(text), len(earlier)))
             text, length = jnp.concatenate([repeated, text], axis=1), length + len(earlier)
         tokens, found, matching, place = look_up(self, text, length, num_speculative_tokens)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int8
+from jaxtyping import Array, Bool, Float
 
 from fly_jax.models.architectures import (
     INT8,
@@ -33,17 +33,15 @@ from fly_jax.models.attention import (
     rotation,
 )
 from fly_jax.models.cache import KVCache, NewEntries
+from fly_jax.models.integers import (
+    multiplies_unsigned,
+    of_chosen_integers,
+    of_integers,
+    signed,
+    unsigned,
+)
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, Tokens
 from fly_jax.sharding.rules import Layout
-
-try:
-    from qwix import QArray as QArray
-    from qwix import dequantize as dequantize
-    from qwix import quantize as quantize
-except ImportError:  # older ones have them only here; tpu-inference asks for one of them
-    from qwix.pallas import QArray as QArray
-    from qwix.pallas import dequantize as dequantize
-    from qwix.pallas import quantize as quantize
 
 # An equation of `einsum`, activations [batch, time, *in], and a matrix.
 Matmul = Callable[[str, Array, Array], Array]
@@ -51,8 +49,6 @@ Matmul = Callable[[str, Array, Array], Array]
 # Up to so many tokens, a CPU is faster with the matrix in front of them, unless its caches hold
 # most of the layers: those of so many bytes.
 _FEW_TOKENS = 128
-_FEW_INTEGERS = 24  # the same for matrices of integers, which are not packed
-_LONG_ROW = 4096  # inputs; longer rows of integers are not read faster
 _CACHED_BYTES = 2**26
 _STEPS = (1, 4, 8)  # in which their number grows
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
@@ -126,58 +122,6 @@ def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = N
     return outputs.T.reshape(*x.shape[:2], *matrix.shape[: matrix.ndim - len(inputs)])
 
 
-def of_integers(
-    x: Float[Array, "rows time *in"],
-    matrix: Int8[Array, "*out_in"],
-    scale: Float32[Array, "*out"],
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "rows time *out"]:
-    """Multiplies activations, rounded to int8 with a scale for each token, by an int8 [*out, *in].
-
-    The sums are integers, and so exact: a token's result does not depend on the number of others.
-    XLA's CPU compiler is fast with two rows and more.
-    """
-    return of_chosen_integers(x, [matrix], [scale], jnp.int32(0), dtype)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
-def of_chosen_integers(
-    x: Float[Array, "rows time *in"],
-    matrices: Sequence[Int8[Array, "*out_in"]],
-    scales: Sequence[Float32[Array, "*out"]],
-    chosen: Index,
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "rows time *out"]:
-    """Multiplies as `of_integers` by one of several matrices, which is not copied."""
-    tokens = x.shape[0] * x.shape[1]
-    rows = quantize(x.reshape(tokens, -1).astype(jnp.float32), jnp.int8, channelwise_axes=[0])
-    # Four tokens are multiplied at a time, and long rows are read up to twice as fast as short:
-    # columns of padding have tokens again, each for another output of a row, with zeros beside it.
-    blocks = 1 if rows.shape[1] >= _LONG_ROW else max(4 // tokens, 1)
-    blocks = 1 if scales[0].size % blocks else blocks
-    integers = jnp.pad(rows.qvalue, ((0, -tokens % (4 // blocks)), (0, 0)))
-    if blocks > 1:
-        own = np.eye(blocks, dtype=bool)[:, None, :, None]
-        integers = jnp.where(own, integers[:, None], jnp.int8(0)).reshape(4, -1)
-    is_wide = tokens > _FEW_INTEGERS
-
-    @jax.jit  # traced once, not for each matrix
-    def of(matrix: Array, scale: Array, integers: Array, of_tokens: Array) -> Array:
-        columns, scale = matrix.reshape(-1, integers.shape[1]), scale.reshape(-1)
-        both = (integers, columns) if is_wide else (columns, integers)
-        inputs = (((1,), (1,)), ((), ()))
-        sums = jax.lax.dot_general(*both, inputs, preferred_element_type=jnp.int32)
-        if is_wide:
-            return jax.lax.optimization_barrier(sums[:tokens] * scale * of_tokens)
-        sums = sums.reshape(len(scale), -1)[:, :tokens]
-        return jax.lax.optimization_barrier(sums * scale[:, None] * of_tokens.T)
-
-    each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
-    outputs = jax.lax.switch(chosen, each, integers, rows.scale)
-    outputs = outputs if is_wide else outputs.T
-    return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
-
-
 Product = Callable[[str, Array, str], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
 Parameters = dict[str, Any]
@@ -228,7 +172,7 @@ class Llama(nnx.Module):
         `unstacked`, one array per layer, its matrices as `turns_layers` says.
       int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
         so on the device: a product widens them as it reads them, or, `unstacked`, rounds the
-        activations (`of_integers`).
+        activations (`of_integers`), and they may be `unsigned`.
     """
 
     embedding: nnx.Param
@@ -405,22 +349,28 @@ class Llama(nnx.Module):
         """
         if self.is_unstacked:
             return
+        becomes_unsigned = lies_on_cpu(self) and multiplies_unsigned()
         for name, stack in self.layers.items():
-            stack.set_value(_one_by_one(stack.get_value(), self._turned_axes(name)))
+            axes = self._turned_axes(name)
+            stack.set_value(_one_by_one(stack.get_value(), axes, becomes_unsigned))
         for name in self._turned_outer:
             shared = owner if name == "unembedding" else None
             own = getattr(self, name).get_value().T if shared is None else shared.unembedding[...]
             getattr(self, name).set_value(own)
+        for name, weights in self._outer_weights().items():
+            if becomes_unsigned and weights.dtype == jnp.int8:
+                getattr(self, name).set_value(unsigned(weights))
 
     def stacked(self) -> Llama:
         """A model with the same weights, which lie as in `parameter_specs`, before `unstacked`."""
         if not self.is_unstacked:
             return self
-        parameters = self.outer_parameters() | {name: self.stack(name) for name in self.layers}
+        outer = {name: signed(weights) for name, weights in self.outer_parameters().items()}
+        parameters = outer | {name: self.stack(name) for name in self.layers}
         return Llama(self.config, parameters, self.layout)
 
     def outer_parameters(self) -> Parameters:
-        """Those outside the layers, as in `parameter_specs`."""
+        """Those outside the layers, as in `parameter_specs`, but integers perhaps `unsigned`."""
         turned = self._turned_outer if self.is_unstacked else ()
         return {name: w.T if name in turned else w for name, w in self._outer_weights().items()}
 
@@ -432,7 +382,7 @@ class Llama(nnx.Module):
         axes = self._turned_axes(name)
         back = None if axes is None else np.argsort(axes).tolist()
         some = arrays if layers is None else [arrays[at] for at in layers]
-        return jnp.stack([_turned(one, back) for one in some])
+        return jnp.stack([_turned(signed(one), back) for one in some])
 
     @property
     def _turned_outer(self) -> list[str]:
@@ -469,7 +419,7 @@ class Llama(nnx.Module):
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
                 chosen = multiply or functools.partial(matmul, dtype=dtype)
-                return product(equation, x, matrix, scale, chosen)
+                return product(equation, x, signed(matrix), scale, chosen)
             if scale is not None:
                 return of_integers(x, matrix, scale, dtype)
             chosen = in_front if lies_on_cpu(self) else matmul
@@ -584,7 +534,7 @@ class Llama(nnx.Module):
         rows, scale = weights[table][tokens], weights.get(scale_name(table))
         if scale is None:
             return rows
-        return (rows * scale[tokens][..., None]).astype(self.dtype)
+        return (signed(rows) * scale[tokens][..., None]).astype(self.dtype)
 
     def _outer_weights(self) -> Parameters:
         # In their own order: the difference of two sets of names would change from run to run.
@@ -598,8 +548,12 @@ class Llama(nnx.Module):
         return {name: value.get_value() for name, value in self.layers.items()}
 
 
-@functools.partial(jax.jit, static_argnames="axes")
-def _one_by_one(stack: Array, axes: tuple[int, ...] | None) -> tuple[Array, ...]:
+@functools.partial(jax.jit, static_argnames=("axes", "becomes_unsigned"))
+def _one_by_one(
+    stack: Array, axes: tuple[int, ...] | None, becomes_unsigned: bool
+) -> tuple[Array, ...]:
+    if axes is not None and becomes_unsigned and stack.dtype == jnp.int8:
+        stack = unsigned(stack)
     return tuple(_turned(layer, axes) for layer in stack)
 
 

@@ -20,7 +20,8 @@ from fly_jax.models.architectures import (
     scale_groups,
     scale_name,
 )
-from fly_jax.models.llama import Llama, QArray, dequantize, quantize
+from fly_jax.models.integers import QArray, dequantize, quantize
+from fly_jax.models.llama import Llama
 
 SELF = "self:"
 # A target's own matrices, rounded to draft for it; embedding, norms and unembedding are shared.

@@ -50,6 +50,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint, identity
+from fly_jax.models.integers import multiplies_unsigned, unsigned
 from fly_jax.models.llama import Llama, parameter_sharding, turns_layers
 from fly_jax.models.quantise import quantised, quantised_rows
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -72,7 +73,7 @@ _LEAST_BYTES = 64 * 2**20
 # XLA takes an array as it lies where it begins at such a place.
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "int32": "I32"}
+_STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "uint8": "U8", "int32": "I32"}
 
 Say = Callable[[str], object]
 
@@ -174,7 +175,7 @@ def load_llama(
         config = config.with_vocabulary(vocab_size)
     if layout is None and _has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
-        kept = _Kept(source, np.dtype(dtype), int8=int8)
+        kept = _Kept(source, np.dtype(dtype), int8=int8, unsigned=unstacked)
         if kept.map(path, weights_cache, say) or unstacked:
             source = kept
         if source is kept and unstacked:
@@ -359,11 +360,15 @@ class _Kept:
     arranged = staticmethod(arranged)
 
     def __init__(
-        self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool
+        self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool, unsigned: bool
     ) -> None:
-        """Places each tensor; those that have no type of their own get `dtype`."""
+        """Places each tensor; those that have no type of their own get `dtype`.
+
+        With `unsigned`, int8 becomes uint8 where this machine multiplies that.
+        """
         self.config, self.int8, self._source, self.dtype = source.config, int8, source, dtype
-        self._places = _places(self.config, dtype, int8=int8)
+        matrices = np.dtype(np.uint8 if unsigned and multiplies_unsigned() else np.int8)
+        self._places = _places(self.config, dtype, matrices if int8 else None)
         self._size = max(place.end for place in self._places.values())
 
     def map(self, path: Path, folder: str | Path | None, say: Say) -> bool:
@@ -376,7 +381,8 @@ class _Kept:
         found = kept_folder(folder, "FLY_JAX_WEIGHTS_CACHE", "weights")
         if found is None:
             return False
-        types = [_VERSION, self.dtype.name, self.int8, identity(path), fingerprint(path)]
+        kinds = sorted({place.dtype.name for place in self._places.values()})
+        types = [_VERSION, self.dtype.name, kinds, identity(path), fingerprint(path)]
         digest = hashlib.sha256(json.dumps(types).encode()).hexdigest()[:32]
         data = self._in_file(found / f"{digest}.safetensors", say)
         if data is not None:
@@ -514,6 +520,8 @@ class _Kept:
             if scales is not None:
                 block, scale = quantised_rows(block.astype(np.float32))
                 write(scale, scales.of_row(rows.start))
+                if place.dtype == np.uint8:
+                    block = unsigned(block)
             write(np.ascontiguousarray(block, place.dtype), place.of_row(rows.start))
 
         blocks = [
@@ -525,13 +533,19 @@ class _Kept:
         on_all_cores(convert, blocks)
 
 
-def _places(config: LlamaConfig, dtype: np.dtype, *, int8: bool) -> dict[str, _Place]:
-    """The places of all tensors by their names in the file, one behind the other."""
+def _places(config: LlamaConfig, dtype: np.dtype, integers: np.dtype | None) -> dict[str, _Place]:
+    """The places of all tensors by their names in the file, one behind the other.
+
+    With `integers`, matrices have this type instead of int8.
+    """
     found = [
-        _Place(group, name, tensor_shape(name, spec), spec.dtype or dtype, 0)
+        _Place(
+            group, name, tensor_shape(name, spec),
+            integers if integers and spec.dtype == np.int8 else spec.dtype or dtype, 0,
+        )
         for group in groups(config)
-        for name, spec in group.specs(config, int8=int8).items()
-    ]
+        for name, spec in group.specs(config, int8=integers is not None).items()
+    ]  # fmt: skip
     places: dict[str, _Place] = {}
     end = 0
     # Uneven ones last, so that all others begin where XLA takes them as they lie.

@@ -24,12 +24,13 @@ from launch_types import Patch
 from random_pairs import logits_of
 from refusals import assert_refused
 
-from fly_jax.models import llama, quantise
+from fly_jax.models import integers, llama, quantise
 from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_name
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import convert, save_hf
-from fly_jax.models.llama import Llama, in_front, matmul, of_integers, with_turned
+from fly_jax.models.integers import of_integers
+from fly_jax.models.llama import Llama, in_front, matmul, with_turned
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS, quantised
 
@@ -316,6 +317,20 @@ def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(name: str, kind: s
         np.testing.assert_array_equal(one[rows.index(0)], alone[0])
 
 
+def test_a_machine_that_multiplies_unsigned_matrices_gets_the_same_bits(monkeypatch: Patch) -> None:
+    found, kinds = [], []
+    for is_unsigned in (False, True):
+        monkeypatch.setattr(llama, "multiplies_unsigned", lambda known=is_unsigned: known)
+        model = stored("qwen3", int8=True).model.unstacked()
+        kinds.append({name: model.parameters()[name] for name in ("embedding", "up")})
+        found.append(fed.__wrapped__("qwen3", (0, 2), (5,)))
+        assert_same(model.stacked(), stored("qwen3", int8=True).model)
+    assert [one["up"][0].dtype for one in kinds] == [jnp.int8, jnp.uint8]
+    assert [one["embedding"].dtype for one in kinds] == [jnp.int8, jnp.uint8]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_specs_describe_the_parameters(rounded: Golden) -> None:
     specs, found = parameter_specs(rounded.model.config, INT8), rounded.model.parameters()
     assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
@@ -415,15 +430,15 @@ def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(monkeypatch: 
 
     monkeypatch.setitem(sys.modules, "qwix.pallas", qwix.pallas)
     monkeypatch.setitem(sys.modules, "qwix", ModuleType("qwix"))  # without `quantize`
-    made = spec_from_file_location("llama_with_older_qwix", llama.__file__)
+    made = spec_from_file_location("integers_with_older_qwix", integers.__file__)
     with_older = module_from_spec(made)
     made.loader.exec_module(with_older)
     spec = ParameterSpec((128, 6), ("embed", "ffw"), ("embed",))
     matrix, x = (jax.random.normal(jax.random.key(0), shape) for shape in (spec.shape, (1, 5, 128)))
     wanted = {one: quantised(matrix, spec, one) for one in (INT8, SELF_DRAFTS["int4"])}
-    integers, scales = wanted[INT8]
-    given = (x, integers.T, scales)
-    assert np.array_equal(with_older.of_integers(*given), llama.of_integers(*given))
+    rounded, scales = wanted[INT8]
+    given = (x, rounded.T, scales)
+    assert np.array_equal(with_older.of_integers(*given), of_integers(*given))
     monkeypatch.setattr(quantise, "quantize", with_older.quantize)
     for matrices, expected in wanted.items():
         found = quantised(matrix, spec, matrices)
@@ -486,16 +501,18 @@ def test_integers_are_summed_exactly(rows: int, time: int, drawn_outputs: int | 
         x, matrix = x.reshape(rows, time, 6, 16), matrix.reshape(12, 10, 6, 16)
         scale = scale.reshape(12, 10)
     found = np.asarray(jax.jit(of_integers)(x, matrix, scale))
+    same = np.asarray(jax.jit(of_integers)(x, integers.unsigned(matrix), scale))
+    np.testing.assert_array_equal(same, found)
     assert found.shape == (rows, time, *scale.shape)
     alone = np.asarray(jax.jit(of_integers)(x[-1:, -1:], matrix, scale))
     np.testing.assert_array_equal(found[-1, -1], alone[0, 0])
     found, x = found.reshape(rows, time, number + 96), x.reshape(rows, time, 96)
     largest = np.abs(x).max(axis=-1, keepdims=True)
     step = np.where(largest == 0, 1, largest / np.float32(127.5))
-    integers = np.round(found[..., number:] / step)
-    assert np.abs(integers * step - x).max() <= 0.501 * step.max()
-    assert (np.abs(integers).max(axis=-1) >= 127)[largest[..., 0] > 0].all()
-    sums = integers @ drawn.T.astype(np.float64)
+    rounded = np.round(found[..., number:] / step)
+    assert np.abs(rounded * step - x).max() <= 0.501 * step.max()
+    assert (np.abs(rounded).max(axis=-1) >= 127)[largest[..., 0] > 0].all()
+    sums = rounded @ drawn.T.astype(np.float64)
     expected = sums * step * scale.reshape(-1)[:number]
     np.testing.assert_allclose(found[..., :number], expected, rtol=1e-6)
 

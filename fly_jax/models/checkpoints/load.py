@@ -50,7 +50,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint, identity
-from fly_jax.models.integers import multiplies_unsigned, unsigned
+from fly_jax.models.integers import multiplies_unsigned, signed, unsigned
 from fly_jax.models.llama import Llama, parameter_sharding, turns_layers
 from fly_jax.models.quantise import quantised, quantised_rows
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -175,7 +175,7 @@ def load_llama(
         config = config.with_vocabulary(vocab_size)
     if layout is None and _has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
-        kept = _Kept(source, np.dtype(dtype), int8=int8, unsigned=unstacked)
+        kept = _Kept(source, np.dtype(dtype), int8=int8)
         if kept.map(path, weights_cache, say) or unstacked:
             source = kept
         if source is kept and unstacked:
@@ -360,14 +360,14 @@ class _Kept:
     arranged = staticmethod(arranged)
 
     def __init__(
-        self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool, unsigned: bool
+        self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool
     ) -> None:
         """Places each tensor; those that have no type of their own get `dtype`.
 
-        With `unsigned`, int8 becomes uint8 where this machine multiplies that.
+        Where this machine multiplies matrices of uint8, those of int8 are kept so.
         """
         self.config, self.int8, self._source, self.dtype = source.config, int8, source, dtype
-        matrices = np.dtype(np.uint8 if unsigned and multiplies_unsigned() else np.int8)
+        matrices = np.dtype(np.uint8 if multiplies_unsigned() else np.int8)
         self._places = _places(self.config, dtype, matrices if int8 else None)
         self._size = max(place.end for place in self._places.values())
 
@@ -410,7 +410,8 @@ class _Kept:
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """Puts the group's tensors on the first device."""
         specs = group.specs(self.config, int8=self.int8)
-        return {name: jax.device_put(self.tensor(group, name), jax.devices()[0]) for name in specs}
+        first = jax.devices()[0]
+        return {name: signed(jax.device_put(self.tensor(group, name), first)) for name in specs}
 
     def describe(self, group: Group, name: str) -> str:
         """The place of a parameter in the original checkpoint, in words."""

@@ -1,0 +1,150 @@
+"""Products of integers on a CPU: of activations that are rounded token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int8, Int32, UInt8
+
+from fly_jax.shapes import Index
+
+try:
+    from qwix import QArray as QArray
+    from qwix import dequantize as dequantize
+    from qwix import quantize as quantize
+except ImportError:  # older ones have them only here; tpu-inference asks for one of them
+    from qwix.pallas import QArray as QArray
+    from qwix.pallas import dequantize as dequantize
+    from qwix.pallas import quantize as quantize
+
+# Up to so many tokens the matrix, of int8, is in front of them: it is not packed.
+_FEW_INTEGERS = 24
+_LONG_ROW = 4096  # inputs; longer rows of integers are not read faster
+_COLUMNS = {jnp.dtype(jnp.int8): 4, jnp.dtype(jnp.uint8): 8}  # tokens multiplied at a time
+_SIGN = 128  # what stands in a uint8 for 0
+
+Numbers = TypeVar("Numbers", Array, np.ndarray)
+Matrix = Int8[Array, "*out_in"] | UInt8[Array, "*out_in"]
+
+
+@functools.cache
+def multiplies_unsigned() -> bool:
+    """Tells whether this machine's CPU multiplies uint8 by int8 faster than int8 by int8.
+
+    With AVX-512 VNNI it does; AMX has instructions for both. Elsewhere XLA has no fast product of
+    the first kind. Where the machine does not say what it has, it does not.
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_vnni" in text and "amx_int8" not in text
+
+
+def unsigned(matrix: Numbers) -> Numbers:
+    """The matrix, of int8, with 128 added to each number: uint8."""
+    return matrix.view(jnp.uint8) ^ np.uint8(_SIGN)
+
+
+def signed(matrix: Numbers) -> Numbers:
+    """What was made `unsigned` as it was; any other matrix as it is."""
+    if matrix.dtype != jnp.uint8:
+        return matrix
+    return (matrix ^ np.uint8(_SIGN)).view(jnp.int8)
+
+
+def of_integers(
+    x: Float[Array, "rows time *in"],
+    matrix: Matrix,
+    scale: Float32[Array, "*out"],
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "rows time *out"]:
+    """Multiplies activations, rounded to int8 with a scale for each token, by a matrix [*out, *in].
+
+    The matrix is int8, or `unsigned`. The sums are integers, and so exact: a token's result depends
+    neither on the number of others nor on that. XLA's CPU compiler is fast with two rows and more.
+    """
+    return of_chosen_integers(x, [matrix], [scale], jnp.int32(0), dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
+def of_chosen_integers(
+    x: Float[Array, "rows time *in"],
+    matrices: Sequence[Matrix],
+    scales: Sequence[Float32[Array, "*out"]],
+    chosen: Index,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "rows time *out"]:
+    """Multiplies as `of_integers` by one of several matrices, which is not copied."""
+    tokens = x.shape[0] * x.shape[1]
+    rows = quantize(x.reshape(tokens, -1).astype(jnp.float32), jnp.int8, channelwise_axes=[0])
+    # Several tokens are multiplied at a time, and long rows are read up to twice as fast as short:
+    # columns of padding have tokens again, each for another output of a row, with zeros beside it.
+    kind = matrices[0].dtype
+    columns = _COLUMNS[kind]
+    room = columns // tokens if tokens <= columns else 1
+    blocks = 1 if rows.shape[1] >= _LONG_ROW else 2 ** (room.bit_length() - 1)
+    blocks = 1 if scales[0].size % blocks else blocks
+    fill = -tokens % (columns // blocks if blocks > 1 else 4)
+    integers = jnp.pad(rows.qvalue, ((0, fill), (0, 0)))
+    if blocks > 1:
+        own = np.eye(blocks, dtype=bool)[:, None, :, None]
+        integers = jnp.where(own, integers[:, None], jnp.int8(0)).reshape(columns, -1)
+    is_wide = tokens > _FEW_INTEGERS and kind == jnp.int8
+    # What 128 too many in each number of the matrix adds to a token's sums; exact in float32.
+    sums_of_tokens = rows.qvalue.astype(jnp.float32).sum(axis=1).astype(jnp.int32)
+    surplus = jnp.int32(0) if kind == jnp.int8 else sums_of_tokens * _SIGN
+
+    @jax.jit  # traced once, not for each matrix
+    def of(matrix: Array, scale: Array, integers: Array, of_tokens: Array, surplus: Array) -> Array:
+        lying, scale = matrix.reshape(-1, integers.shape[1]), scale.reshape(-1)
+        if is_wide:
+            sums = _dot(integers, lying)[:tokens] * scale * of_tokens
+            return jax.lax.optimization_barrier(sums)
+        sums = _dot(lying, integers).reshape(len(scale), -1)[:, :tokens] - surplus
+        return jax.lax.optimization_barrier(sums * scale[:, None] * of_tokens.T)
+
+    each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
+    outputs = jax.lax.switch(chosen, each, integers, rows.scale, surplus)
+    outputs = outputs if is_wide else outputs.T
+    return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
+
+
+def _dot(
+    one: Int8[Array, "outputs inputs"] | UInt8[Array, "outputs inputs"],
+    other: Int8[Array, "columns inputs"],
+) -> Int32[Array, "outputs columns"]:
+    return _dot_p.bind(one, other)
+
+
+# A product of integers whose types may differ: `lax.dot_general` would widen both to int32 first.
+_dot_p = Primitive("integer_dot")
+_dot_p.def_impl(jax.jit(_dot_p.bind))
+
+
+@_dot_p.def_abstract_eval
+def _(one: jax.core.ShapedArray, other: jax.core.ShapedArray) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((one.shape[0], other.shape[0]), jnp.dtype(jnp.int32))
+
+
+def _lower_dot(ctx: mlir.LoweringRuleContext, one: ir.Value, other: ir.Value) -> list[ir.Value]:
+    numbers = stablehlo.DotDimensionNumbers.get(
+        lhs_batching_dimensions=[], rhs_batching_dimensions=[],
+        lhs_contracting_dimensions=[1], rhs_contracting_dimensions=[1],
+    )  # fmt: skip
+    kind = ir.RankedTensorType.get(ctx.avals_out[0].shape, ir.IntegerType.get_signless(32))
+    return [stablehlo.dot_general(kind, one, other, numbers)]
+
+
+mlir.register_lowering(_dot_p, _lower_dot)

@@ -301,7 +301,7 @@ def load_pair(
         embedded pair is meant). Or the name of a drafter: "ngram" looks drafts up in the text so
         far, and `register_drafter` adds others. Or "self:int4" or "self:int8": the target's own
         matrices, rounded: its layers take 9/32 or half of the bytes that they take in bfloat16,
-        and half on a CPU, where both are kept in int8.
+        and half on a CPU, where both are kept in 8 bits.
       revision: branch, tag or commit of the target's hub id. A draft's stands in its id, as in
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.

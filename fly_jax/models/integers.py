@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -40,16 +41,16 @@ Matrix = Int8[Array, "*out_in"] | UInt8[Array, "*out_in"]
 
 @functools.cache
 def multiplies_unsigned() -> bool:
-    """Tells whether this machine's CPU multiplies uint8 by int8 faster than int8 by int8.
+    """Tells whether programs run on a CPU that multiplies uint8 by int8 the fastest.
 
-    With AVX-512 VNNI it does; AMX has instructions for both. Elsewhere XLA has no fast product of
-    the first kind. Where the machine does not say what it has, it does not.
+    One with AVX-512 VNNI does; AMX has instructions for int8 by int8 as well. Elsewhere XLA has no
+    fast product of the first kind. A machine that does not say what it has is taken to have none.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    return "avx512_vnni" in text and "amx_int8" not in text
+    return jax.default_backend() == "cpu" and "avx512_vnni" in text and "amx_int8" not in text
 
 
 def unsigned(matrix: Numbers) -> Numbers:
@@ -95,7 +96,7 @@ def of_chosen_integers(
     columns = _COLUMNS[kind]
     room = columns // tokens if tokens <= columns else 1
     blocks = 1 if rows.shape[1] >= _LONG_ROW else 2 ** (room.bit_length() - 1)
-    blocks = 1 if scales[0].size % blocks else blocks
+    blocks = math.gcd(scales[0].size, blocks)
     fill = -tokens % (columns // blocks if blocks > 1 else 4)
     integers = jnp.pad(rows.qvalue, ((0, fill), (0, 0)))
     if blocks > 1:
@@ -125,15 +126,17 @@ def _dot(
     one: Int8[Array, "outputs inputs"] | UInt8[Array, "outputs inputs"],
     other: Int8[Array, "columns inputs"],
 ) -> Int32[Array, "outputs columns"]:
-    return _dot_p.bind(one, other)
+    if one.dtype == jnp.uint8:
+        return _unsigned_dot_p.bind(one, other)
+    numbers = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(one, other, numbers, preferred_element_type=jnp.int32)
 
 
-# A product of integers whose types may differ: `lax.dot_general` would widen both to int32 first.
-_dot_p = Primitive("integer_dot")
-_dot_p.def_impl(jax.jit(_dot_p.bind))
+# A product of uint8 by int8: `lax.dot_general` would widen both to int32 first.
+_unsigned_dot_p = Primitive("unsigned_dot")
 
 
-@_dot_p.def_abstract_eval
+@_unsigned_dot_p.def_abstract_eval
 def _(one: jax.core.ShapedArray, other: jax.core.ShapedArray) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((one.shape[0], other.shape[0]), jnp.dtype(jnp.int32))
 
@@ -147,4 +150,4 @@ def _lower_dot(ctx: mlir.LoweringRuleContext, one: ir.Value, other: ir.Value) ->
     return [stablehlo.dot_general(kind, one, other, numbers)]
 
 
-mlir.register_lowering(_dot_p, _lower_dot)
+mlir.register_lowering(_unsigned_dot_p, _lower_dot)

@@ -357,9 +357,9 @@ class Llama(nnx.Module):
             shared = owner if name == "unembedding" else None
             own = getattr(self, name).get_value().T if shared is None else shared.unembedding[...]
             getattr(self, name).set_value(own)
-        for name, weights in self._outer_weights().items():
-            if becomes_unsigned and weights.dtype == jnp.int8:
-                getattr(self, name).set_value(unsigned(weights))
+        for table in map(functools.partial(getattr, self), self._outer_weights()):
+            if becomes_unsigned and table.get_value().dtype == jnp.int8:
+                table.set_value(jax.jit(unsigned)(table.get_value()))
 
     def stacked(self) -> Llama:
         """A model with the same weights, which lie as in `parameter_specs`, before `unstacked`."""
@@ -552,9 +552,8 @@ class Llama(nnx.Module):
 def _one_by_one(
     stack: Array, axes: tuple[int, ...] | None, becomes_unsigned: bool
 ) -> tuple[Array, ...]:
-    if axes is not None and becomes_unsigned and stack.dtype == jnp.int8:
-        stack = unsigned(stack)
-    return tuple(_turned(layer, axes) for layer in stack)
+    becomes_unsigned &= axes is not None and stack.dtype == jnp.int8
+    return tuple(_turned(unsigned(one) if becomes_unsigned else one, axes) for one in stack)
 
 
 def _turned(layer: Array, axes: Sequence[int] | None) -> Array:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
+from fly_jax.models.integers import signed
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.shapes import Index
 from fly_jax.training.expectations import Expected, HeardRow, laid_out
@@ -293,7 +294,7 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
     own = model.outer_parameters() | {name: model.stack(name, layers) for name in model.layers}
     found: dict[str, np.ndarray] = {}
     for name, spec in parameter_specs(model.config).items():
-        found[name] = np.array(own[name], np.float32)
+        found[name] = np.array(signed(own[name]), np.float32)
         if (scale := own.get(scale_name(name))) is not None:
             inputs = [axis for axis, which in enumerate(spec.axes) if which in spec.inputs]
             found[name] *= np.expand_dims(np.asarray(scale), tuple(inputs))

@@ -482,7 +482,7 @@ def test_bfloat16_is_summed_in_float32_where_that_is_asked_for() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 20), st.sampled_from([24, 23, 22, "heads"]))
+@given(st.integers(1, 3), st.integers(1, 20), st.sampled_from([24, 23, 22, 20, "heads"]))
 def test_integers_are_summed_exactly(rows: int, time: int, drawn_outputs: int | str) -> None:
     """A token's numbers become the nearest integers, and sums of integers know no order.
 

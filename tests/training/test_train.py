@@ -21,6 +21,7 @@ from tiny_pair import CONFIG, VOCAB_SIZE
 
 import fly_jax
 from fly_jax.decoding.pair import Dtype
+from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
@@ -143,6 +144,18 @@ def test_a_teacher_of_any_type_is_read(tiny_pair: Folders, dtype: Dtype, tmp_pat
     assert found.shares.shape == found.likely.shape
     assert (found.shares > 0).all()
     assert (found.shares.sum(axis=1) < 1).all()
+
+
+def test_a_head_begins_alike_where_a_teachers_integers_are_unsigned(
+    tiny_pair: Folders, monkeypatch: Patch
+) -> None:
+    begun = []
+    for is_unsigned in (False, True):
+        monkeypatch.setattr(llama, "multiplies_unsigned", lambda known=is_unsigned: known)
+        teacher = load_llama(tiny_pair[0], int8=True).unstacked()
+        known = np.arange(5, 40, dtype=np.int32)
+        begun.append(heads.beginning("eagle3", teacher, known, layers=LAYERS, num_layers=2)[1])
+    jax.tree.map(np.testing.assert_array_equal, *begun)
 
 
 def test_the_most_frequent_tokens_are_known() -> None:

@@ -161,7 +161,7 @@ def load_llama(
       checkpoint: the folder of a Hugging Face checkpoint with safetensors, or of what `convert`
         has written; or what `open_checkpoint` gives, which is not opened again.
       layout: how parameters are split over a mesh; None puts them on the first device.
-      dtype: of the parameters, whatever the stored type; int8 matrices stay int8.
+      dtype: of the parameters, whatever the stored type; int8 matrices stay integers.
       int8: the matrices become int8 as they are read.
       vocab_size: tokens of the vocabulary, without the rows that pad it; None is all.
       unstacked: the model is `Llama.unstacked`, on one device.
@@ -381,8 +381,9 @@ class _Kept:
         found = kept_folder(folder, "FLY_JAX_WEIGHTS_CACHE", "weights")
         if found is None:
             return False
-        kinds = sorted({place.dtype.name for place in self._places.values()})
-        types = [_VERSION, self.dtype.name, kinds, identity(path), fingerprint(path)]
+        is_unsigned = any(place.dtype == np.uint8 for place in self._places.values())
+        integers = "uint8" if is_unsigned else self.int8
+        types = [_VERSION, self.dtype.name, integers, identity(path), fingerprint(path)]
         digest = hashlib.sha256(json.dumps(types).encode()).hexdigest()[:32]
         data = self._in_file(found / f"{digest}.safetensors", say)
         if data is not None:
@@ -537,7 +538,7 @@ class _Kept:
 def _places(config: LlamaConfig, dtype: np.dtype, integers: np.dtype | None) -> dict[str, _Place]:
     """The places of all tensors by their names in the file, one behind the other.
 
-    With `integers`, matrices have this type instead of int8.
+    Matrices are `integers` of this type, with scales; None leaves them in the other type.
     """
     found = [
         _Place(

@@ -46,10 +46,8 @@ def multiplies_unsigned() -> bool:
     One with AVX-512 VNNI does; AMX has instructions for int8 by int8 as well. Elsewhere XLA has no
     fast product of the first kind. A machine that does not say what it has is taken to have none.
     """
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
     return jax.default_backend() == "cpu" and "avx512_vnni" in text and "amx_int8" not in text
 
 
@@ -60,9 +58,7 @@ def unsigned(matrix: Numbers) -> Numbers:
 
 def signed(matrix: Numbers) -> Numbers:
     """What was made `unsigned` as it was; any other matrix as it is."""
-    if matrix.dtype != jnp.uint8:
-        return matrix
-    return (matrix ^ np.uint8(_SIGN)).view(jnp.int8)
+    return (matrix ^ np.uint8(_SIGN)).view(jnp.int8) if matrix.dtype == jnp.uint8 else matrix
 
 
 def of_integers(
@@ -94,9 +90,8 @@ def of_chosen_integers(
     # columns of padding have tokens again, each for another output of a row, with zeros beside it.
     kind = matrices[0].dtype
     columns = _COLUMNS[kind]
-    room = columns // tokens if tokens <= columns else 1
-    blocks = 1 if rows.shape[1] >= _LONG_ROW else 2 ** (room.bit_length() - 1)
-    blocks = math.gcd(scales[0].size, blocks)
+    room = 1 if rows.shape[1] >= _LONG_ROW else max(columns // tokens, 1)
+    blocks = math.gcd(scales[0].size, 2 ** (room.bit_length() - 1))
     fill = -tokens % (columns // blocks if blocks > 1 else 4)
     integers = jnp.pad(rows.qvalue, ((0, fill), (0, 0)))
     if blocks > 1:
@@ -104,8 +99,8 @@ def of_chosen_integers(
         integers = jnp.where(own, integers[:, None], jnp.int8(0)).reshape(columns, -1)
     is_wide = tokens > _FEW_INTEGERS and kind == jnp.int8
     # What 128 too many in each number of the matrix adds to a token's sums; exact in float32.
-    sums_of_tokens = rows.qvalue.astype(jnp.float32).sum(axis=1).astype(jnp.int32)
-    surplus = jnp.int32(0) if kind == jnp.int8 else sums_of_tokens * _SIGN
+    surplus = _SIGN * rows.qvalue.astype(jnp.float32).sum(axis=1).astype(jnp.int32)
+    surplus = jnp.int32(0) if kind == jnp.int8 else surplus
 
     @jax.jit  # traced once, not for each matrix
     def of(matrix: Array, scale: Array, integers: Array, of_tokens: Array, surplus: Array) -> Array:
@@ -128,24 +123,18 @@ def _dot(
 ) -> Int32[Array, "outputs columns"]:
     if one.dtype == jnp.uint8:
         return _unsigned_dot_p.bind(one, other)
-    numbers = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(one, other, numbers, preferred_element_type=jnp.int32)
+    return jax.lax.dot_general(one, other, (((1,), (1,)), ((), ())), None, jnp.int32)
 
 
 # A product of uint8 by int8: `lax.dot_general` would widen both to int32 first.
 _unsigned_dot_p = Primitive("unsigned_dot")
-
-
-@_unsigned_dot_p.def_abstract_eval
-def _(one: jax.core.ShapedArray, other: jax.core.ShapedArray) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((one.shape[0], other.shape[0]), jnp.dtype(jnp.int32))
+_unsigned_dot_p.def_abstract_eval(
+    lambda one, other: jax.core.ShapedArray((one.shape[0], other.shape[0]), jnp.dtype(jnp.int32))
+)
 
 
 def _lower_dot(ctx: mlir.LoweringRuleContext, one: ir.Value, other: ir.Value) -> list[ir.Value]:
-    numbers = stablehlo.DotDimensionNumbers.get(
-        lhs_batching_dimensions=[], rhs_batching_dimensions=[],
-        lhs_contracting_dimensions=[1], rhs_contracting_dimensions=[1],
-    )  # fmt: skip
+    numbers = stablehlo.DotDimensionNumbers.get([], [], [1], [1])
     kind = ir.RankedTensorType.get(ctx.avals_out[0].shape, ir.IntegerType.get_signless(32))
     return [stablehlo.dot_general(kind, one, other, numbers)]
 

@@ -367,8 +367,8 @@ class _Kept:
         Where this machine multiplies matrices of uint8, those of int8 are kept so.
         """
         self.config, self.int8, self._source, self.dtype = source.config, int8, source, dtype
-        matrices = np.dtype(np.uint8 if multiplies_unsigned() else np.int8)
-        self._places = _places(self.config, dtype, matrices if int8 else None)
+        self._integers = np.dtype(np.uint8 if multiplies_unsigned() else np.int8) if int8 else None
+        self._places = _places(self.config, dtype, self._integers)
         self._size = max(place.end for place in self._places.values())
 
     def map(self, path: Path, folder: str | Path | None, say: Say) -> bool:
@@ -381,8 +381,7 @@ class _Kept:
         found = kept_folder(folder, "FLY_JAX_WEIGHTS_CACHE", "weights")
         if found is None:
             return False
-        is_unsigned = any(place.dtype == np.uint8 for place in self._places.values())
-        integers = "uint8" if is_unsigned else self.int8
+        integers = "uint8" if self._integers == np.uint8 else self.int8
         types = [_VERSION, self.dtype.name, integers, identity(path), fingerprint(path)]
         digest = hashlib.sha256(json.dumps(types).encode()).hexdigest()[:32]
         data = self._in_file(found / f"{digest}.safetensors", say)

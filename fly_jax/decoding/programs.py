@@ -31,12 +31,13 @@ from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState
 
 CAPACITY_STEP = 64
-# To read a part of fewer cache positions saves nothing.
-LEAST_ATTENDED = 256
+# To read a part of fewer cache positions saves nothing; of a large model on a CPU of fewer still.
+LEAST_ATTENDED, _LEAST_OF_LARGE = 256, 512
 # The rows of a large model may together have so many unused positions.
 _WASTED_POSITIONS = 512
 # Each step of `row_steps` is about this many times the one before it: few programs are compiled.
-_GROWTH = 4
+# A CPU's round takes longer for each row of a large model; any other reads the weights for as long.
+_GROWTH, _GROWTH_ON_CPU = 4, 2
 
 
 def cache_capacity(length: int, room: int, step: int = CAPACITY_STEP) -> int:
@@ -44,9 +45,11 @@ def cache_capacity(length: int, room: int, step: int = CAPACITY_STEP) -> int:
     return -(-(length + room) // step) * step
 
 
-def attention_steps(capacity: int, *, is_whole: bool, least: int = 0) -> tuple[int, ...]:
+def attention_steps(
+    capacity: int, *, is_whole: bool, least: int = LEAST_ATTENDED
+) -> tuple[int, ...]:
     """Positions of a cache that attention may read, ascending, from `least` on to all."""
-    steps, least = [capacity], max(least, LEAST_ATTENDED)
+    steps = [capacity]
     while not is_whole and steps[0] // 2 >= least:
         steps.insert(0, -(-steps[0] // 2 // CAPACITY_STEP) * CAPACITY_STEP)
     return tuple(steps)
@@ -59,11 +62,9 @@ class AttentionBuckets:
     what it holds, and few programs are compiled.
     """
 
-    def __init__(
-        self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool, least: int = 0
-    ) -> None:
-        """Takes rows of any length; with `is_whole` all positions are always read."""
-        self.steps = attention_steps(capacity, is_whole=is_whole, least=least)
+    def __init__(self, static: RoundStatic, steps: Sequence[int], room: int) -> None:
+        """Takes the numbers, of `attention_steps`."""
+        self.steps = tuple(steps)
         window = static.deferred_window
         most_a_dispatch = static.rounds_per_dispatch * (static.num_speculative_tokens + 1)
         # One dispatch is on its way when the next one is made.
@@ -86,14 +87,6 @@ class AttentionBuckets:
 
     def _step(self, length: int) -> int:
         return next(step for step in self.steps if step >= length + self._room)
-
-
-def row_steps(rows: int) -> tuple[int, ...]:
-    """The numbers of rows that a round may be made for, ascending; the last is all."""
-    steps = [rows]
-    while steps[0] >= _GROWTH:
-        steps.insert(0, steps[0] // _GROWTH)
-    return tuple(steps)
 
 
 class Rows(NamedTuple):
@@ -134,15 +127,23 @@ class Programs:
     def attention_buckets(self, length: int, rows: int) -> AttentionBuckets:
         """Buckets for caches of so many tokens; a mesh that splits the positions attends to all."""
         layout, step = self._shapes.layout, CAPACITY_STEP
-        is_whole = layout is not None and bool(layout.rules.cache_length)
+        is_whole, least = layout is not None and bool(layout.rules.cache_length), LEAST_ATTENDED
         if self.has_few_shapes:
             step = max(_WASTED_POSITIONS >> (rows - 1).bit_length(), step)
+            least = _LEAST_OF_LARGE
         capacity = cache_capacity(length, self.room, step)
-        return AttentionBuckets(self.static, capacity, self.room, is_whole=is_whole, least=step)
+        steps = attention_steps(capacity, is_whole=is_whole, least=least)
+        return AttentionBuckets(self.static, steps, self.room)
 
     def row_steps(self, rows: int) -> tuple[int, ...]:
-        """The numbers of rows that `run` may be asked for; on a mesh only all, which it splits."""
-        return (rows,) if self._shapes.layout is not None else row_steps(rows)
+        """The numbers of rows that `run` may be asked for, ascending; the last is all.
+
+        On a mesh, which splits the rows, there is no other.
+        """
+        steps, growth = [rows], _GROWTH_ON_CPU if self.has_few_shapes else _GROWTH
+        while self._shapes.layout is None and steps[0] >= growth:
+            steps.insert(0, steps[0] // growth)
+        return tuple(steps)
 
     @property
     def spans_processes(self) -> bool:
@@ -197,6 +198,10 @@ class Programs:
     def release(self, state: DecodeState, row: int) -> DecodeState:
         """Marks a row of the state, which is donated, as finished."""
         return _release(state, self._index(row))
+
+    def move(self, state: DecodeState, row: int, to: int) -> DecodeState:
+        """Copies a row of the state, which is donated, to another's place."""
+        return _move(self._shapes, self._resting, state, self._index(row), self._index(to))
 
     def _index(self, row: int) -> Array:
         return self.put(np.asarray(row, np.int32))
@@ -391,6 +396,21 @@ def _insert(
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _release(state: DecodeState, row: Index) -> DecodeState:
     return dataclasses.replace(state, finished=state.finished.at[row].set(True))
+
+
+@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
+def _move(
+    shapes: _Shapes, drafter: Drafter | None, state: DecodeState, row: Index, to: Index
+) -> DecodeState:
+    def moved(axis: int | None, mine: Array) -> Array:
+        if axis is None:
+            return mine
+        # As a slice and an update, of which one reads what the other writes, it would copy all.
+        return mine.at[(*[slice(None)] * axis, to[None])].set(jnp.take(mine, row[None], axis))
+
+    leaves, structure = jax.tree.flatten(state)
+    both = zip(_row_axes(shapes, drafter, state), leaves, strict=True)
+    return jax.tree.unflatten(structure, [moved(*one) for one in both])
 
 
 @functools.partial(  # the unembedding is there too, though not used: plans count what is held

@@ -305,9 +305,8 @@ class Engine:
             self.waiting.remove(request_state)
         self._prefill.drop_cancelled()
         self._forget_rounds()
-        for slot, occupant in self.slots.live:
-            if occupant is request_state:
-                self._free(slot)
+        if request_state in self.slots.occupants:
+            self._free(request_state)
 
     @property
     def num_waiting(self) -> int:
@@ -454,6 +453,8 @@ class Engine:
                 where = size, start, attended
                 jobs.append(functools.partial(tracing.prefill_chunk, shapes, *where))
         state = programs.release(state, 0)
+        if len(self._row_steps) > 1:
+            state = programs.move(state, 0, 0)
         for drawn_too, attended, number in rounds:
             given = state.attending(attended), inputs[drawn_too], number
             jobs.append(functools.partial(tracing.run, *given))
@@ -567,17 +568,25 @@ class Engine:
             request_state.seated, request_state.num_reused = now, prefix.length
             self.num_reused_tokens += prefix.length
             self.num_prompt_tokens += len(request_state.request.prompt)
-            slots.append(self.slots.take(request_state, prefix))
+            slot, to = self.slots.take(request_state, prefix)
+            if slot != to:
+                self._state = self._programs.move(self._held(), slot, to)
+            slots.append(slot)
         # Rows that only fill the pass go to the slot of the first request, which replaces them.
         places = [*slots, *slots[:1] * (len(rows.length) - len(slots))]
         self._state, is_there = self._programs.insert(self._held(), rows, places)
         requests = tuple(one for one, _ in group)
         self._seated.append(Seated(requests, self._prefill.begun, is_there))
-        for slot, request_state in zip(slots, requests, strict=True):
+        for request_state in requests:
             if request_state.is_finished:  # it was cancelled while its prompt was run
-                self._free(slot)
+                self._free(request_state)
 
     def _dispatch(self, *, follows: bool) -> Dispatch:
+        # Of requests that wait some would come into the first slots.
+        moved = [] if self.num_waiting else self.slots.gather()
+        for slot, to in moved:
+            self._state = self._programs.move(self._held(), slot, to)
+            self._state = self._programs.release(self._state, slot)
         live, rows = self.slots.live, self.slots.reach
         known = ((one.generation.num_tokens, self._prefill.limit(one.request)) for _, one in live)
         samples = any(one.request.is_drawn for _, one in live)
@@ -596,7 +605,7 @@ class Engine:
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         seated, self._seated = tuple(self._seated), []
-        is_timed = follows and not (seated or self._prefill.group)
+        is_timed = follows and not (moved or seated or self._prefill.group)
         return Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed, seated)
 
     def _inputs(self, *, sampled: bool = False) -> RuleInputs:
@@ -620,10 +629,10 @@ class Engine:
             self.costs.observe(program, rounds, taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
-            for slot, request_state in enumerate(dispatch.occupants):
+            for row, request_state in enumerate(dispatch.occupants):
                 if request_state is None or request_state.is_finished:
                     continue
-                settled = request_state.update_from_output(output, (index, slot), self.spec)
+                settled = request_state.update_from_output(output, (index, row), self.spec)
                 if settled is None:
                     continue
                 request_state.first_token = request_state.first_token or now
@@ -636,9 +645,9 @@ class Engine:
                     if self.earlier is not None and not request_state.request.cache_salt:
                         self.earlier.add(request_state.generation.token_ids)
                     if settled.finish_reason is None:  # a stop string, of which the row knows not
-                        self._free(slot)
+                        self._free(request_state)
                     else:
-                        self.slots.give_back(slot)
+                        self.slots.give_back(request_state)
                 found.append((request_state, shown))
         return found
 
@@ -651,7 +660,7 @@ class Engine:
         for request_state in seated.requests:
             request_state.prefilled = now
 
-    def _free(self, slot: int) -> None:
+    def _free(self, request_state: RequestState) -> None:
         """Frees a slot before its row is done."""
-        self.slots.give_back(slot)
+        slot = self.slots.give_back(request_state)
         self._state = self._programs.release(self._held(), slot)

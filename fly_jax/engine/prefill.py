@@ -91,7 +91,7 @@ class ChunkPlan:
 
     def kind(self, start: int, end: int) -> tuple[int, int] | None:
         """The kind of a prompt: prompts of one kind are run together; None for alone."""
-        if end > self._steps[0]:  # a pass over it has enough tokens by itself
+        if end > self._steps[0] or end - start > self.tokens:  # enough for a pass by itself
             return None
         return start, max(end - start - 1, _SMALLEST_CHUNK - 1).bit_length()
 

@@ -101,28 +101,53 @@ class Slots:
         ]
         return max([Prefix(), *found], key=lambda prefix: prefix.length)
 
-    def take(self, request_state: RequestState, prefix: Prefix) -> int:
-        """Gives a request the slot whose text it continues, or the stalest of the first few."""
-        few = next(step for step in self._steps if step > min(self._free))
-        slot = next(slot for slot in self._free if slot < few)
-        held = self._last[prefix.slot]
-        if prefix.slot in self._free and prefix.slot < few and held is not None:
+    def take(self, request_state: RequestState, prefix: Prefix) -> tuple[int, int]:
+        """Gives a request one of the first free slots.
+
+        Returns it, and where what it holds is to be moved before: to the slot whose text the
+        request continues, or the stalest.
+        """
+        to, held = self._free[0], self._last[prefix.slot]
+        if prefix.slot in self._free and held is not None:
             text = _text(held)
             # Nothing of what it holds is lost that could be relied on.
             goes_on = prefix.length > 0 and prefix.length == self._shared_blocks(text, (*text, 0))
-            slot = prefix.slot if goes_on else slot
-        self._free.remove(slot)
+            to = prefix.slot if goes_on else to
+        first = min(self._free)
+        slot = to if to < next(step for step in self._steps if step > first) else first
+        self._last[to] = self._last[slot]
+        self._free.remove(to)
+        if slot != to:
+            self._free[self._free.index(slot)] = to
         self.occupants[slot] = self._last[slot] = request_state
-        return slot
+        return slot, to
+
+    def gather(self) -> list[tuple[int, int]]:
+        """Moves requests to the first slots, if rounds can then be made for fewer.
+
+        Returns the slots that they have left, which hold nothing, and where they went.
+        """
+        used = [slot for slot, _ in self.live]
+        few = next(step for step in self._steps if step >= len(used))
+        high, low = [slot for slot in used if slot >= few], [at for at in self._free if at < few]
+        found = list(zip(high, low, strict=False)) if few < self.reach else []
+        for slot, to in found:
+            self.occupants[to] = self._last[to] = self.occupants[slot]
+            self.occupants[slot] = self._last[slot] = None
+            self._free.remove(to)
+            self._free.insert(0, slot)
+        return found
 
     def forget(self) -> None:
         """Shares nothing more of what the caches of the slots hold; all must be free."""
         self._last = [None] * len(self._last)
 
-    def give_back(self, slot: int) -> None:
-        """Frees a slot; what its caches hold stays to be shared."""
+    def give_back(self, request_state: RequestState) -> int:
+        """Frees and returns a request's slot; what its caches hold stays to be shared."""
+        slot = next(slot for slot, one in self.live if one is request_state)
         self.occupants[slot] = None
         self._free.append(slot)
+        return slot
 
     def _shared_blocks(self, row: Sequence[int], prompt: Sequence[int]) -> int:
         """Tokens at the beginning of a prompt that the caches of a row hold, in whole blocks."""

@@ -20,7 +20,13 @@ from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, KVCache, Margin,
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
-from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets, Programs
+from fly_jax.decoding.programs import (
+    CAPACITY_STEP,
+    LEAST_ATTENDED,
+    AttentionBuckets,
+    Programs,
+    attention_steps,
+)
 from fly_jax.decoding.state import DecodeState, RuleInputs
 
 Compilations = Callable[[], list[str]]
@@ -187,13 +193,12 @@ def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
 
 @given(st.integers(1, 10**4).map(lambda steps: steps * CAPACITY_STEP))
 def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
-    static = RoundStatic(3)
-    steps = AttentionBuckets(static, capacity, 4, is_whole=False).steps
+    steps = attention_steps(capacity, is_whole=False)
     assert steps[-1] == capacity
     assert list(steps) == sorted(set(steps))
     assert all(large <= 2 * small for small, large in itertools.pairwise(steps))
     assert steps[0] < 2 * LEAST_ATTENDED
-    assert AttentionBuckets(static, capacity, 4, is_whole=True).steps == (capacity,)
+    assert attention_steps(capacity, is_whole=True) == (capacity,)
 
 
 @settings(max_examples=200, deadline=None)
@@ -214,8 +219,7 @@ def test_a_dispatch_attends_to_what_its_rows_need(
     chance = random.Random(seed)
     limits = [length + limit for length in lengths]
     capacity = max(limits) + room
-    buckets = AttentionBuckets(static, capacity, room, is_whole=False)
-    buckets.steps = tuple(range(1, capacity + 1))
+    buckets = AttentionBuckets(static, range(1, capacity + 1), room)
     known, actual, settled, pending = ([*lengths] for _ in range(4))
     live = set(range(len(lengths)))
     while live:

@@ -65,6 +65,28 @@ def check_logprobs(found: Sequence[RequestState]) -> None:
     assert ((Why.CORRECTED, False) in whys) == any(one.request.sampling for one in found)
 
 
+@pytest.mark.parametrize("name", ["defer", "lookup alone"])
+def test_a_row_moves_to_the_first_slot(name: str, compilations: Callable[[], list[str]]) -> None:
+    kind = KINDS[name]
+    engine, asked = engine_for(kind, num_slots=4), requests(kind, 4)
+    engine.warm_up()
+    compilations()
+    asked = [dataclasses.replace(one, max_new_tokens=3) for one in asked]
+    asked[3] = dataclasses.replace(asked[3], max_new_tokens=24)
+    states, slots = [engine.submit(one) for one in asked], list[int]()
+    while not engine.is_idle:
+        engine.step()
+        slots += [slot for slot, one in engine.slots.live if one is states[3]]
+    assert slots[0] > slots[-1] == 0
+    # What the caches hold has moved with it.
+    one = states[3].generation
+    text = [*one.prompt_token_ids, *one.token_ids]
+    (again,) = finished(engine, [dataclasses.replace(asked[3], prompt=text)])
+    assert again.num_reused > len(asked[3].prompt)
+    assert not compilations()
+    check_alone(kind, [*states, again])
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_requests_equal_those_alone(name: str, compilations: Callable[[], list[str]]) -> None:
     kind = KINDS[name]

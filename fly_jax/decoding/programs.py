@@ -24,19 +24,19 @@ from fly_jax.decoding.round import RoundProgram
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
-from fly_jax.models.llama import Llama, Parameters, for_backend, runs_unstacked
+from fly_jax.models.llama import Llama, Parameters, for_backend, lies_on_cpu, runs_unstacked
 from fly_jax.shapes import Index
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState
 
 CAPACITY_STEP = 64
-# To read a part of fewer cache positions saves nothing; of a large model on a CPU of fewer still.
+# To read a part of fewer cache positions saves nothing, with a large model on a CPU sooner.
 LEAST_ATTENDED, _LEAST_OF_LARGE = 256, 512
 # The rows of a large model may together have so many unused positions.
 _WASTED_POSITIONS = 512
 # Each step of `row_steps` is about this many times the one before it: few programs are compiled.
-# A CPU's round takes longer for each row of a large model; any other reads the weights for as long.
+# A CPU's round takes longer for each row of a large model; others take as long to read the weights.
 _GROWTH, _GROWTH_ON_CPU = 4, 2
 
 
@@ -110,6 +110,7 @@ class Programs:
         self.room = k + 1 if drafter is None else drafter.room(k)
         target = for_backend(target)
         self.has_few_shapes = runs_unstacked(target) and target.is_large
+        self._rows_cost = self.has_few_shapes and lies_on_cpu(target)
         self._parameters, self._drafter = target.parameters(), drafter
         self._resting = None if drafter is None else drafter.at_rest()
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
@@ -130,7 +131,7 @@ class Programs:
         is_whole, least = layout is not None and bool(layout.rules.cache_length), LEAST_ATTENDED
         if self.has_few_shapes:
             step = max(_WASTED_POSITIONS >> (rows - 1).bit_length(), step)
-            least = _LEAST_OF_LARGE
+            least = _LEAST_OF_LARGE if self._rows_cost else least
         capacity = cache_capacity(length, self.room, step)
         steps = attention_steps(capacity, is_whole=is_whole, least=least)
         return AttentionBuckets(self.static, steps, self.room)
@@ -140,7 +141,7 @@ class Programs:
 
         On a mesh, which splits the rows, there is no other.
         """
-        steps, growth = [rows], _GROWTH_ON_CPU if self.has_few_shapes else _GROWTH
+        steps, growth = [rows], _GROWTH_ON_CPU if self._rows_cost else _GROWTH
         while self._shapes.layout is None and steps[0] >= growth:
             steps.insert(0, steps[0] // growth)
         return tuple(steps)
@@ -200,7 +201,7 @@ class Programs:
         return _release(state, self._index(row))
 
     def move(self, state: DecodeState, row: int, to: int) -> DecodeState:
-        """Copies a row of the state, which is donated, to another's place."""
+        """Moves a row of the state, which is donated; its old place counts as finished."""
         return _move(self._shapes, self._resting, state, self._index(row), self._index(to))
 
     def _index(self, row: int) -> Array:
@@ -402,15 +403,22 @@ def _release(state: DecodeState, row: Index) -> DecodeState:
 def _move(
     shapes: _Shapes, drafter: Drafter | None, state: DecodeState, row: Index, to: Index
 ) -> DecodeState:
-    def moved(axis: int | None, mine: Array) -> Array:
-        if axis is None:
-            return mine
-        # As a slice and an update, of which one reads what the other writes, it would copy all.
-        return mine.at[(*[slice(None)] * axis, to[None])].set(jnp.take(mine, row[None], axis))
+    axes, (leaves, structure) = _row_axes(shapes, drafter, state), jax.tree.flatten(state)
+    ones: list[Any] = [
+        None if axis is None else jax.lax.dynamic_slice_in_dim(mine, row, 1, axis)
+        for axis, mine in zip(axes, leaves, strict=True)
+    ]
 
-    leaves, structure = jax.tree.flatten(state)
-    both = zip(_row_axes(shapes, drafter, state), leaves, strict=True)
-    return jax.tree.unflatten(structure, [moved(*one) for one in both])
+    def moved(_: Any, leaves: list[Array]) -> list[Array]:
+        return [
+            mine if axis is None else jax.lax.dynamic_update_slice_in_dim(mine, one, to, axis)
+            for axis, mine, one in zip(axes, leaves, ones, strict=True)
+        ]
+
+    # Outside a loop XLA fuses the slice with the update of the same array, and copies all of it.
+    leaves = jax.lax.fori_loop(0, jnp.not_equal(row, to).astype(jnp.int32), moved, leaves)
+    found = jax.tree.unflatten(structure, leaves)
+    return dataclasses.replace(found, finished=found.finished.at[row].set(True))
 
 
 @functools.partial(  # the unembedding is there too, though not used: plans count what is held

@@ -32,9 +32,8 @@ _FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
-# takes so many seconds is timed twice, or once. What runs before them, untimed, brings weights into
-# memory.
-_TIMINGS, _LONG, _LONGEST = 3, 0.15, 0.8
+# takes so many seconds is timed twice. What runs before them, untimed, brings weights into memory.
+_TIMINGS, _LONG = 3, 0.15
 _UNTIMED = -1
 
 Program = tuple[int, int]
@@ -127,9 +126,7 @@ class DepthCosts:
             # One that would not pay if all of its drafts were kept need not be known so well; but a
             # first run says little: that of one draft token has taken three times as long.
             hopeless = depth and found[depth] > (1 + depth) * min(found.values())
-            if (turn > 1 and (hopeless or found[depth] > _LONG)) or (
-                turn and found[depth] > _LONGEST
-            ):
+            if turn > 1 and (hopeless or found[depth] > _LONG):
                 continue
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])

@@ -142,7 +142,6 @@ class Engine:
             check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
         self.drafter = checked_drafter(target, draft, spec.static)
-        self._resumes = shared_block > 0 and (self.drafter is None or self.drafter.resumes)
         self._programs = Programs(target, self.drafter, spec.static)
         kinds = None if offline else rules
         self._rows = RowInputs(self._programs, spec, kinds, protected_token_ids, num_slots)
@@ -166,7 +165,8 @@ class Engine:
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         unseen = 2 if self.drafter is None else self.drafter.unseen
-        self.slots = Slots(self._row_steps, shared_block, unseen)
+        block = shared_block if self.drafter is None or self.drafter.resumes else 0
+        self.slots = Slots(self._row_steps, block, unseen)
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.prefill_seconds = 0.0
@@ -356,9 +356,7 @@ class Engine:
         FlyJaxError while requests wait or are being decoded.
         """
         prompts = [one.prompt for one in requests]
-        chunks = self._prefill.plan.needed(
-            prompts, self.slots.texts, shares=self._resumes, block=self.slots.block
-        )
+        chunks = self._prefill.plan.needed(prompts, self.slots.texts, self.slots.block)
         lengths = [(len(one.prompt), self._prefill.limit(one)) for one in requests]
         drawn = {one.is_drawn for one in requests}
         self._compile(chunks, self._buckets.all(lengths), drawn, lambda _, __: None)
@@ -547,7 +545,7 @@ class Engine:
             if len(found) == min(self.slots.num_free, plan.rows[-1]):
                 break
             prompt = one.request.prompt
-            prefix = self.slots.shared(one.request) if self._resumes else Prefix()
+            prefix = self.slots.shared(one.request)
             its_kind = plan.kind(prefix.length, len(prompt))
             if not found:
                 found, kind = [(one, prefix)], its_kind
@@ -568,9 +566,8 @@ class Engine:
             request_state.seated, request_state.num_reused = now, prefix.length
             self.num_reused_tokens += prefix.length
             self.num_prompt_tokens += len(request_state.request.prompt)
-            slot, to = self.slots.take(request_state, prefix)
-            if slot != to:
-                self._state = self._programs.move(self._held(), slot, to)
+            slot, moves = self.slots.take(request_state, prefix)
+            self._move(moves)
             slots.append(slot)
         # Rows that only fill the pass go to the slot of the first request, which replaces them.
         places = [*slots, *slots[:1] * (len(rows.length) - len(slots))]
@@ -584,9 +581,7 @@ class Engine:
     def _dispatch(self, *, follows: bool) -> Dispatch:
         # Of requests that wait some would come into the first slots.
         moved = [] if self.num_waiting else self.slots.gather()
-        for slot, to in moved:
-            self._state = self._programs.move(self._held(), slot, to)
-            self._state = self._programs.release(self._state, slot)
+        self._move(moved)
         live, rows = self.slots.live, self.slots.reach
         known = ((one.generation.num_tokens, self._prefill.limit(one.request)) for _, one in live)
         samples = any(one.request.is_drawn for _, one in live)
@@ -659,6 +654,10 @@ class Engine:
         self._last_read = now
         for request_state in seated.requests:
             request_state.prefilled = now
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        for slot, to in moves:
+            self._state = self._programs.move(self._held(), slot, to)
 
     def _free(self, request_state: RequestState) -> None:
         """Frees a slot before its row is done."""

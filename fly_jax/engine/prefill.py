@@ -103,16 +103,14 @@ class ChunkPlan:
         }
         return {*alone, *together}
 
-    def needed(
-        self, prompts: _Prompts, held: _Prompts, *, shares: bool, block: int
-    ) -> set[tuple[int, int, int]]:
+    def needed(self, prompts: _Prompts, held: _Prompts, block: int) -> set[tuple[int, int, int]]:
         """The programs that run these prompts, in whatever order they come.
 
-        With `shares` one also begins behind whole blocks that it has in common with another, or
-        that are held.
+        One also begins behind whole blocks that it has in common with another, or that are held;
+        with blocks of 0 there are none.
         """
         begins = {(0, len(prompt)) for prompt in prompts}
-        if shares:
+        if block:
             shared = shared_beginnings([*prompts, *held])[: len(prompts)]
             begins |= {
                 (length // block * block, len(prompt))

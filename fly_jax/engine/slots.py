@@ -101,42 +101,49 @@ class Slots:
         ]
         return max([Prefix(), *found], key=lambda prefix: prefix.length)
 
-    def take(self, request_state: RequestState, prefix: Prefix) -> tuple[int, int]:
+    def take(
+        self, request_state: RequestState, prefix: Prefix
+    ) -> tuple[int, list[tuple[int, int]]]:
         """Gives a request one of the first free slots.
 
-        Returns it, and where what it holds is to be moved before: to the slot whose text the
-        request continues, or the stalest.
+        What that holds goes to the slot whose text the request continues, or to the stalest.
+        Returns the slot, and the moves from slot to slot that come before.
         """
-        to, held = self._free[0], self._last[prefix.slot]
-        if prefix.slot in self._free and held is not None:
+        to, held, prompt = self._free[0], self._last[prefix.slot], request_state.request.prompt
+        if prefix.length > 0 and prefix.slot in self._free and held is not None:
             text = _text(held)
             # Nothing of what it holds is lost that could be relied on.
-            goes_on = prefix.length > 0 and prefix.length == self._shared_blocks(text, (*text, 0))
-            to = prefix.slot if goes_on else to
+            ends = [self._shared_blocks(text, one) for one in (prompt, (*text, 0))]
+            to = prefix.slot if ends == [prefix.length] * 2 else to
         first = min(self._free)
         slot = to if to < next(step for step in self._steps if step > first) else first
-        self._last[to] = self._last[slot]
-        self._free.remove(to)
-        if slot != to:
-            self._free[self._free.index(slot)] = to
+        moves = self._vacate(slot, to)
         self.occupants[slot] = self._last[slot] = request_state
-        return slot, to
+        return slot, moves
 
     def gather(self) -> list[tuple[int, int]]:
         """Moves requests to the first slots, if rounds can then be made for fewer.
 
-        Returns the slots that they have left, which hold nothing, and where they went.
+        Returns the moves from slot to slot, in order.
         """
-        used = [slot for slot, _ in self.live]
+        used, moves = [slot for slot, _ in self.live], list[tuple[int, int]]()
         few = next(step for step in self._steps if step >= len(used))
-        high, low = [slot for slot in used if slot >= few], [at for at in self._free if at < few]
-        found = list(zip(high, low, strict=False)) if few < self.reach else []
-        for slot, to in found:
+        for slot in [slot for slot in used if slot >= few < self.reach]:
+            to = next(to for to in self._free if to < few)
+            moves += [*self._vacate(to, self._free[0]), (slot, to)]
             self.occupants[to] = self._last[to] = self.occupants[slot]
             self.occupants[slot] = self._last[slot] = None
-            self._free.remove(to)
             self._free.insert(0, slot)
-        return found
+        return moves
+
+    def _vacate(self, slot: int, to: int) -> list[tuple[int, int]]:
+        """Takes a free slot, once what it holds has been moved to another free one."""
+        self._last[to] = self._last[slot]
+        self._free.remove(to)
+        if slot == to:
+            return []
+        self._free[self._free.index(slot)] = to
+        return [(slot, to)] if self.block and self._last[to] is not None else []
 
     def forget(self) -> None:
         """Shares nothing more of what the caches of the slots hold; all must be free."""

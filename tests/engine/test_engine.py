@@ -1,9 +1,9 @@
 """A request's tokens are those that it would have alone, whoever its neighbours are."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ def engine_alone(kind: Kind, protected: Sequence[int] | None, **given: Any) -> E
     """For requests of one rule and one sampling, one at a time."""
     more = {"protected_token_ids": protected or (), "memory": kind.memory, "max_length": 224}
     target, *drafts = models(None, kind.num_drafts)
-    return batch_engine(target, drafts, dataclasses.replace(kind.spec, **given), 1, **more)
+    return batch_engine(target, drafts, replace(kind.spec, **given), 1, **more)
 
 
 def alone(kind: Kind, asked: Request) -> RequestState:
@@ -65,26 +65,31 @@ def check_logprobs(found: Sequence[RequestState]) -> None:
     assert ((Why.CORRECTED, False) in whys) == any(one.request.sampling for one in found)
 
 
-@pytest.mark.parametrize("name", ["defer", "lookup alone"])
-def test_a_row_moves_to_the_first_slot(name: str, compilations: Callable[[], list[str]]) -> None:
+@pytest.mark.parametrize("name", ["rules and sampling", "defer", "lookup alone"])
+def test_rows_move_to_the_first_slot(name: str, compilations: Callable[[], list[str]]) -> None:
     kind = KINDS[name]
-    engine, asked = engine_for(kind, num_slots=4), requests(kind, 4)
+    engine, asked = engine_for(kind, num_slots=4), requests(kind, 3)
     engine.warm_up()
     compilations()
-    asked = [dataclasses.replace(one, max_new_tokens=3) for one in asked]
-    asked[3] = dataclasses.replace(asked[3], max_new_tokens=24)
+    asked = [replace(one, prompt=one.prompt[:16], max_new_tokens=14) for one in asked]
+    asked[2] = replace(asked[2], max_new_tokens=24)
     states, slots = [engine.submit(one) for one in asked], list[int]()
     while not engine.is_idle:
         engine.step()
-        slots += [slot for slot, one in engine.slots.live if one is states[3]]
+        slots += [slot for slot, one in engine.slots.live if one is states[2]]
     assert slots[0] > slots[-1] == 0
-    # What the caches hold has moved with it.
-    one = states[3].generation
-    text = [*one.prompt_token_ids, *one.token_ids]
-    (again,) = finished(engine, [dataclasses.replace(asked[3], prompt=text)])
-    assert again.num_reused > len(asked[3].prompt)
+    # What the caches hold has moved with it, and what was there before it has not been lost.
+    assert {*engine.slots.texts} == {text_of(one) for one in states}
+    for one, state in zip(asked, tuple(states), strict=True):
+        text = text_of(state)
+        states += finished(engine, [replace(one, prompt=[*text, 1])])
+        assert states[-1].num_reused >= (len(text) - 2) // 16 * 16
     assert not compilations()
-    check_alone(kind, [*states, again])
+    check_alone(kind, states)
+
+
+def text_of(state: RequestState) -> tuple[int, ...]:
+    return (*state.generation.prompt_token_ids, *state.generation.token_ids)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -125,7 +130,7 @@ def test_earlier_answers_are_kept_in_the_order_in_which_they_end(
 ) -> None:
     """But those of requests with a salt, and of cancelled ones; rounds of few slots have all."""
     spec = KINDS["lookup alone"].spec.with_static(lookup=Lookup(num_earlier_tokens=64))
-    kind = dataclasses.replace(KINDS["lookup alone"], spec=spec, num_slots=4)
+    kind = replace(KINDS["lookup alone"], spec=spec, num_slots=4)
     engine, answers, found = engine_for(kind), [-1] * 64, list[RequestState]()
     engine.warm_up()
     compilations()
@@ -150,7 +155,7 @@ def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
     kind = KINDS[name]
     engine = engine_for(kind, offline=not kind.rules)
     endless = [Request([index], 24, ignores_eos=index % 2 == 0) for index in range(6)]
-    ended = finished(engine, [dataclasses.replace(one, ignores_eos=False) for one in endless])
+    ended = finished(engine, [replace(one, ignores_eos=False) for one in endless])
     assert {one.generation.finish_reason for one in ended} == {"stop", "length"}
     for state, before in zip(finished(engine, endless), ended, strict=True):
         one, tokens = state.generation, before.generation.token_ids
@@ -160,7 +165,7 @@ def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
         else:
             assert one.token_ids == tokens
     if Exact() in kind.rules:
-        exact = finished(engine, [dataclasses.replace(one, rule=Exact()) for one in endless[::2]])
+        exact = finished(engine, [replace(one, rule=Exact()) for one in endless[::2]])
         expected = greedy(models(None, 1)[0], [one.request.prompt for one in exact], 24)
         assert [one.generation.token_ids for one in exact] == expected
 
@@ -168,14 +173,14 @@ def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
 def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     memory, usual = CorrectionMemory("v"), KINDS["rules and sampling"]
     learns = usual.spec.with_static(reports_mismatches=True)
-    engine = engine_for(dataclasses.replace(usual, spec=learns, memory=memory))
+    engine = engine_for(replace(usual, spec=learns, memory=memory))
     one, other = (Request([number] * 4, 24, rule=Exact()) for number in (1, 2))
-    finished(engine, [dataclasses.replace(one, sampling=Sampling(1.0, top_k=5))])
+    finished(engine, [replace(one, sampling=Sampling(1.0, top_k=5))])
     assert len(memory) == 0
     states = [engine.submit(one), engine.submit(other)]
     engine.step()
     engine.cancel(states[0])  # whose rounds are on their way, with the other's
-    states += finished(engine, [dataclasses.replace(one, sampling=Sampling(0.0))])  # greedy
+    states += finished(engine, [replace(one, sampling=Sampling(0.0))])  # greedy
     corrected = [state.generation.why.count(Why.CORRECTED) for state in states]
     assert corrected[0] == 0 < corrected[2]
     assert sum(count for *_, count in memory.counts()) == sum(corrected)
@@ -190,7 +195,7 @@ def test_three_turns_of_three_conversations(name: str) -> None:
     for number in range(3):
         fresh.forget()
         given = [
-            dataclasses.replace(one, prompt=text, max_new_tokens=16)
+            replace(one, prompt=text, max_new_tokens=16)
             for one, text in zip(requests(kind, 3, seed=9), texts, strict=True)
         ]
         states = [engine.submit(one) for one in given]

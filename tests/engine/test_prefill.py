@@ -49,7 +49,7 @@ def test_prompts_of_one_kind_begin_together_and_what_they_need_is_part_of_all() 
     assert plan.kind(16, 80) != plan.kind(0, 64)
     assert plan.kind(0, 257) is None
     prompts = [list(range(length)) for length in (3, 20, 100, 300, 480)]
-    needed = functools.partial(plan.needed, shares=True, block=16)
+    needed = functools.partial(plan.needed, block=16)
     assert needed(prompts, ()) < plan.all()
     assert needed(prompts[:1], ()) == {(1, 16, 256)}
     # Of what slots hold only that is run which comes behind it.

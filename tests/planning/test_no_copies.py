@@ -112,6 +112,8 @@ def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> Non
     if layout is None:  # rounds may be made for the first rows alone
         rounds = text(shared.run(many, engine._inputs(sampled=True), 2))
         assert not repeated(copied(rounds, models, slots, 512) + copied(rounds, models, 2, 512))
+        moved = text(programs._move.trace(shared._shapes, shared._resting, many, at, at))
+        assert not copied(moved, models, slots, 512)
     assert plan.rows == (1, 4, 8)
     for number in plan.rows:
         some = abstract_state(engine.trace_rows(number), [layout, layout])

@@ -131,7 +131,7 @@ class Programs:
         is_whole, least = layout is not None and bool(layout.rules.cache_length), LEAST_ATTENDED
         if self.has_few_shapes:
             step = max(_WASTED_POSITIONS >> (rows - 1).bit_length(), step)
-            least = _LEAST_OF_LARGE if self._rows_cost else least
+            least = _LEAST_OF_LARGE if self._rows_cost else max(step, least)
         capacity = cache_capacity(length, self.room, step)
         steps = attention_steps(capacity, is_whole=is_whole, least=least)
         return AttentionBuckets(self.static, steps, self.room)

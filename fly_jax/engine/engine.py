@@ -161,7 +161,10 @@ class Engine:
         tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
         tokens = min(tokens, FEW_SHAPES_PREFILL_TOKENS) if few else tokens
         longest, self._prefill_chunk = self._capacity if few else length, prefill_chunk
-        plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest)
+        plan = ChunkPlan(
+            self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest,
+            together=tokens if self._programs.rows_cost else None,
+        )  # fmt: skip
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         unseen = 2 if self.drafter is None else self.drafter.unseen

@@ -48,9 +48,16 @@ class Chunk(NamedTuple):
 class ChunkPlan:
     """A plan of chunks of few shapes, so that few programs are compiled."""
 
-    def __init__(self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int) -> None:
-        """Takes prompts of at most `longest` tokens; `steps` are those of `AttentionBuckets`."""
+    def __init__(
+        self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int,
+        together: int | None = None,
+    ) -> None:  # fmt: skip
+        """Takes prompts of at most `longest` tokens; `steps` are those of `AttentionBuckets`.
+
+        Those with more than `together` tokens are run alone, if given: padding costs time.
+        """
         self.tokens, self._steps = tokens, steps  # the first of all rows that a pass runs at most
+        self._together = longest if together is None else together
         sizes = [min(tokens, _LARGEST_CHUNK, 1 << (longest - 1).bit_length(), steps[-1])]
         while sizes[0] // _GROWTH >= _SMALLEST_CHUNK:
             sizes.insert(0, sizes[0] // _GROWTH)
@@ -91,7 +98,8 @@ class ChunkPlan:
 
     def kind(self, start: int, end: int) -> tuple[int, int] | None:
         """The kind of a prompt: prompts of one kind are run together; None for alone."""
-        if end > self._steps[0] or end - start > self.tokens:  # enough for a pass by itself
+        # A pass over a long one has enough tokens by itself.
+        if end > self._steps[0] or end - start > self._together:
             return None
         return start, max(end - start - 1, _SMALLEST_CHUNK - 1).bit_length()
 

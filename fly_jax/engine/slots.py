@@ -58,7 +58,7 @@ class Slots:
         self.occupants: list[RequestState | None] = [None] * number
         self._last: list[RequestState | None] = [None] * number
         self._steps = steps
-        # Slots that are free, the one that was freed first in front.
+        # Slots that are free, the one with the stalest text, or with none, in front.
         self._free = list(range(number))
 
     @property
@@ -116,7 +116,8 @@ class Slots:
             ends = [self._shared_blocks(text, one) for one in (prompt, (*text, 0))]
             to = prefix.slot if ends == [prefix.length] * 2 else to
         first = min(self._free)
-        slot = to if to < next(step for step in self._steps if step > first) else first
+        few = max(next(step for step in self._steps if step > first), self.reach)
+        slot = to if to < few else first
         moves = self._vacate(slot, to)
         self.occupants[slot] = self._last[slot] = request_state
         return slot, moves

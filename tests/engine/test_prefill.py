@@ -47,7 +47,9 @@ def test_prompts_of_one_kind_begin_together_and_what_they_need_is_part_of_all() 
     assert plan.kind(0, 100) == plan.kind(0, 65) != plan.kind(0, 64)
     assert plan.kind(0, 2) == plan.kind(0, 16)
     assert plan.kind(16, 80) != plan.kind(0, 64)
-    assert plan.kind(0, 257) is None
+    assert plan.kind(0, 257) is None is not plan.kind(0, 256)
+    alone = ChunkPlan((256, 512), tokens=64, num_slots=16, longest=500, together=64)
+    assert alone.kind(0, 65) is None is not alone.kind(16, 80)
     prompts = [list(range(length)) for length in (3, 20, 100, 300, 480)]
     needed = functools.partial(plan.needed, block=16)
     assert needed(prompts, ()) < plan.all()
@@ -224,5 +226,8 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
     assert [one for one in numbers if one] == [4, 3]
     # Several rows waste no more together.
     shared = engine._programs
+    assert shared.row_steps(16) == (1, 2, 4, 8, 16)
+    assert shared.attention_buckets(1000, 16).steps[0] >= 512
+    assert engine._prefill.plan.kind(0, 65) is None
     capacities = [shared.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]
     assert capacities == [512, 384, programs.cache_capacity(300, shared.room)]

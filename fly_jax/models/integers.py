@@ -95,8 +95,15 @@ def of_chosen_integers(
     fill = -tokens % (columns // blocks if blocks > 1 else 4)
     integers = jnp.pad(rows.qvalue, ((0, fill), (0, 0)))
     if blocks > 1:
-        own = np.eye(blocks, dtype=bool)[:, None, :, None]
-        integers = jnp.where(own, integers[:, None], jnp.int8(0)).reshape(columns, -1)
+        few, inputs = integers.shape
+
+        def place(block: Index, found: Array) -> Array:
+            at = block * few, block * inputs
+            return jax.lax.dynamic_update_slice(found, integers, at)
+
+        # By a loop: at once, the compiler would round each number anew for all places beside it.
+        nothing = jnp.zeros((columns, blocks * inputs), jnp.int8)
+        integers = jax.lax.fori_loop(0, blocks, place, nothing)
     is_wide = tokens > _FEW_INTEGERS and kind == jnp.int8
     # What 128 too many in each number of the matrix adds to a token's sums; exact in float32.
     surplus = _SIGN * rows.qvalue.astype(jnp.float32).sum(axis=1).astype(jnp.int32)

@@ -25,6 +25,7 @@ _REAL_PAIR = {
     "qwen/spec_lookup_auto": "Spec-Bench, the lookup drafts alone, K is chosen",
     "qwen/spec_lookup_more": "Spec-Bench, every 20th question, the lookup drafts alone",
     "qwen/spec_auto": "Spec-Bench, the 0.5B drafts, K is chosen",
+    "qwen/spec_margin": "Spec-Bench, the 0.5B drafts, wider margins",
     "qwen/spec_draft": "Spec-Bench, the 0.5B drafts more",
     "qwen/spec_lookup": "Spec-Bench, the lookup drafts alone",
     "h100/draft": "A GPU, HumanEval and Spec-Bench, the 0.5B drafts",

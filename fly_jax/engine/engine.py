@@ -75,8 +75,6 @@ class Engine:
 
     Attributes:
       waiting: the requests that have no slot yet, the first to come in front.
-      num_reused_tokens: prompt tokens that did not have to be run, of all requests so far.
-      num_prompt_tokens: those of all requests that have got a slot.
       prefill_seconds: in which prompts were run, of all requests so far.
       memory: of corrections; what it learns depends on what is decoded together.
       earlier: the last answers, if the lookup wants them; drawn and loosened ones depend on them.
@@ -171,7 +169,6 @@ class Engine:
         block = shared_block if self.drafter is None or self.drafter.resumes else 0
         self.slots = Slots(self._row_steps, block, unseen)
         self.waiting: collections.deque[RequestState] = collections.deque()
-        self.num_reused_tokens = self.num_prompt_tokens = 0
         self.prefill_seconds = 0.0
         self.costs = None
         if spec.static.depths:
@@ -567,8 +564,6 @@ class Engine:
         now, slots = time.perf_counter(), list[int]()
         for request_state, prefix in group:
             request_state.seated, request_state.num_reused = now, prefix.length
-            self.num_reused_tokens += prefix.length
-            self.num_prompt_tokens += len(request_state.request.prompt)
             slot, moves = self.slots.take(request_state, prefix)
             self._move(moves)
             slots.append(slot)

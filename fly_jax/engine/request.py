@@ -22,13 +22,11 @@ class Settled:
     """Tokens of one row that will not change any more.
 
     Attributes:
-      row: index of the prompt; in an engine, the slot.
       finish_reason: "stop" (an end of text, or one of the request's stop strings), "length" (the
         limit), or None while the row goes on.
       texts: what each of them adds to the text; empty from whoever has no tokenizer.
     """
 
-    row: int
     token_ids: tuple[int, ...]
     why: tuple[Why, ...]
     finish_reason: str | None
@@ -210,7 +208,7 @@ class RequestState:
         if output.finished[at]:
             is_end = tokens[-1] in spec.static.eos_token_ids and not self.request.ignores_eos
             reason = one.finish_reason = "stop" if is_end else "length"
-        return Settled(row, tokens, why, reason)
+        return Settled(tokens, why, reason)
 
     def detokenize(self, settled: Settled) -> Settled | None:
         """The part to hand out, with its texts; ends the generation at a stop string."""

@@ -90,7 +90,6 @@ def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, 
     found = finished(engine, engine.requests(PROMPTS, LIMIT))
     assert passes == [(16, 128)]
     assert engine.prefill_seconds > 0
-    assert engine.num_prompt_tokens == sum(map(len, PROMPTS))
     if isinstance(engine.spec.rule, Exact):
         expected = autoregressive(models(None, 0)[0], PROMPTS, LIMIT)
         assert [one.generation.token_ids for one in found] == expected
@@ -117,7 +116,6 @@ def test_prompts_between_rounds_are_run_by_fours(passes: list[tuple[int, int]]) 
     shared = finished(engine, asked(name, again))
     assert passes == [(4, 16)]
     assert [one.num_reused for one in shared] == [32] * 3
-    assert engine.num_reused_tokens == 3 * 32
     check_alone(engine, [*found, *shared])
 
 
@@ -135,7 +133,7 @@ def test_prompts_that_are_run_together_have_short_caches(
     lengths = (300, 40, 41, 60, 20, 70, 320, 71, 72, 73, 256, 310)
     prompts = [[*text[: length // 2], *text[-length // 2 :]] for length in lengths]
     found = finished(engine, asked("autoregressive", prompts))
-    assert engine.num_reused_tokens > 0
+    assert any(one.num_reused for one in found)
     assert {before.target.attended for before, _ in dispatches} == {256, 512}
     check_alone(engine, found)
 

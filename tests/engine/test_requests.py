@@ -87,7 +87,7 @@ def shown(stops: list[str], ids: list[int], sizes: list[int], *, ends: bool = Tr
     for size in sizes:
         if some := tuple(ids[at : at + size]):
             reason = "length" if ends and at + size >= len(ids) else None
-            out, kept = stop_checker.push(Settled(0, some, (Why.MATCHED,) * len(some), reason))
+            out, kept = stop_checker.push(Settled(some, (Why.MATCHED,) * len(some), reason))
             found += [] if out is None else [out]
             if kept < len(some) or (out is not None and out.finish_reason == "stop"):
                 return found, at + kept

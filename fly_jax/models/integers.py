@@ -101,7 +101,8 @@ def of_chosen_integers(
             at = block * few, block * inputs
             return jax.lax.dynamic_update_slice(found, integers, at)
 
-        # By a loop: at once, the compiler would round each number anew for all places beside it.
+        # By a loop: the compiler fuses a `where` with the rounding, which it then does for each
+        # place, zeros included.
         nothing = jnp.zeros((columns, blocks * inputs), jnp.int8)
         integers = jax.lax.fori_loop(0, blocks, place, nothing)
     is_wide = tokens > _FEW_INTEGERS and kind == jnp.int8

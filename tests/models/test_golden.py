@@ -486,7 +486,8 @@ def test_bfloat16_is_summed_in_float32_where_that_is_asked_for() -> None:
 def test_integers_are_summed_exactly(rows: int, time: int, drawn_outputs: int | str) -> None:
     """A token's numbers become the nearest integers, and sums of integers know no order.
 
-    Before one token the rows of four outputs are joined, before two those of two, if all are.
+    Before one token the rows of four outputs (uint8: eight) are joined, before two those of two
+    (four), before four tokens those of two where the matrix is uint8, if all are.
     """
     has_heads = drawn_outputs == "heads"
     number = 24 if has_heads else drawn_outputs

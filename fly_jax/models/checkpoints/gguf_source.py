@@ -187,6 +187,14 @@ class GgufSource:
                 f"'{self.config.architecture}' do not have; give the file of one."
             )
 
+    def shares_tokenizer(self, other: Source) -> bool:
+        """Tells whether the other file has the same tokenizer, which takes a second to make."""
+        if not isinstance(other, GgufSource):
+            return False
+        one, two = self.file, other.file
+        keys = {key for key in (*one.values, *two.values) if key.startswith("tokenizer.")}
+        return all(one.value(key) == two.value(key) for key in keys)
+
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """Reads the group's tensors [out, in] in float32, split by rows."""
         found: dict[str, Array] = {}
@@ -286,14 +294,6 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
             f"The tokenizer in {file.path} is damaged ({' '.join(str(error).split())}); download "
             "the file again."
         ) from error
-
-
-def have_one_tokenizer(one: Source, other: Source) -> bool:
-    """Tells whether two GGUF files have the same tokenizer, which takes a second to make."""
-    if not (isinstance(one, GgufSource) and isinstance(other, GgufSource)):
-        return False
-    keys = {key for key in (*one.file.values, *other.file.values) if key.startswith("tokenizer.")}
-    return all(one.file.value(key) == other.file.value(key) for key in keys)
 
 
 def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:

@@ -41,7 +41,7 @@ from fly_jax.models.architectures import (
 )
 from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
 from fly_jax.models.checkpoints.gguf_file import open_gguf
-from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, have_one_tokenizer
+from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     arranged,
@@ -117,13 +117,11 @@ def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
                 "and the model that it was trained for as --target."
             )
         return Checkpoint(path, source, target.tokenizer)
-    if target is not None and have_one_tokenizer(source, target.source):
-        tokenizer = target.tokenizer
-    elif isinstance(source, GgufSource):
-        tokenizer = gguf_tokenizer(source.file, source.config.eos_token_ids)
-    else:
-        tokenizer = load_tokenizer(path, source.config)
-    return Checkpoint(path, source, tokenizer)
+    if not isinstance(source, GgufSource):
+        return Checkpoint(path, source, load_tokenizer(path, source.config))
+    if target is not None and source.shares_tokenizer(target.source):
+        return Checkpoint(path, source, target.tokenizer)
+    return Checkpoint(path, source, gguf_tokenizer(source.file, source.config.eos_token_ids))
 
 
 def open_weights(path: Path) -> Source:

@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[Change, list[str]]] = {
         [UP, "both in {1} and in {0}/c.safetensors"],
     ),
     **{
-        f"header: {name}": (with_bytes("b.safetensors", content), ["header of {1} is damaged"])
+        f"header: {name}": (with_bytes("b.safetensors", content), ["{1} is no whole safetensors"])
         for name, content in HEADERS.items()
     },
     **{
@@ -127,7 +127,6 @@ FAULTS: dict[str, tuple[Change, list[str]]] = {
         for content in (b'{"vocab_size": 96,', b'{"a": "\xff"}', b"")
     },
 }
-FAULTS["header: ranges that overlap"][1].append("the tensors a and b overlap")
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -150,13 +149,9 @@ def test_a_folder_without_weights(folder: Path, tmp_path: Path, complaint: Compl
 
 def test_a_file_of_another_length(folder: Path, complaint: Complaint) -> None:
     file, content = folder / "b.safetensors", (folder / "b.safetensors").read_bytes()
-    cut_off = [f"is truncated: it has {len(content) - 1} bytes", f"{UP} need {len(content)}"]
-    lengths = {content[:left]: [] for left in (0, 5, 8, 40)}
-    lengths |= {content[:-1]: cut_off, content + b"\0": ["is too long"]}
-    for changed, words in lengths.items():
+    for changed in (*(content[:left] for left in (0, 5, 8, 40, -1)), content + b"\0"):
         file.write_bytes(changed)
-        text = complaint(folder)
-        assert all(one in text for one in (str(file), *words)), text
+        assert f"{file} is no whole safetensors file" in complaint(folder)
 
 
 def test_a_header_is_not_read_beyond_its_limit(folder: Path, complaint: Complaint) -> None:
@@ -170,8 +165,8 @@ def test_a_header_is_not_read_beyond_its_limit(folder: Path, complaint: Complain
         text = complaint(folder)
         assert tracemalloc.get_traced_memory()[1] < 2**22
         tracemalloc.stop()
-        assert f"header of {file} is damaged (its length is {length} bytes" in text
-        assert "100000000 are the most" in text
+        assert f"{file} is no whole safetensors file" in text
+        assert "header too large" in text
 
 
 @pytest.mark.parametrize(("value", "mesh"), [(np.nan, None), (np.inf, "2x4"), (-np.inf, None)])

@@ -54,7 +54,8 @@ def complaint(monkeypatch: pytest.MonkeyPatch) -> Complaint:
 
     def said(folder: Path) -> str:
         text = sentence(open_weights, folder)
-        assert sentence(load_llama, folder) == text
+        # Of two tensors in one place the safetensors package names either.
+        assert sentence(load_llama, folder).split("`")[0] == text.split("`")[0]
         return text
 
     monkeypatch.setattr(HuggingFaceSource, "read", read)

@@ -44,7 +44,7 @@ setup(
         "orbax-checkpoint>=0.11.30,<0.13",
         "protobuf>=5",  # for SentencePiece models that are made from GGUF files
         "qwix>=0.1.2",
-        "safetensors>=0.5",
+        "safetensors>=0.6",
         "sentencepiece>=0.2",
         "tokenizers>=0.22.1",
         "tqdm>=4.66",

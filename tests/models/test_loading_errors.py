@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is one sentence that names the file and the tensor."""
+"""Whatever is wrong with a checkpoint is one sentence that names the file, and a known tensor."""
 
 import json
 import re
@@ -98,6 +98,9 @@ HEADERS = {
     "no brace": header(b' {"a": 1}'),
     "ranges that overlap": header({"a": FOUR, "b": FOUR | {"data_offsets": [3, 7]}}),
     "one range for two": header({"a": FOUR, "b": FOUR}),
+    "a list in place of an entry": header({"a": ["I8", [0], [0, 0]]}),
+    "an object in place of a type": header({"a": FOUR | {"dtype": {"I8": None}}}) + bytes(4),
+    "lines in a name": header({"a\nb": FOUR}),
     "a type that is none": header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
 }
 GONE = without("b.safetensors")

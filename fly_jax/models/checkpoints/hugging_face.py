@@ -402,24 +402,30 @@ def _indexed_files(folder: Path) -> list[str]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     try:
-        with safe_open(file, "numpy"):  # which checks all of the header, and the file's length
-            pass
-        with file.open("rb") as stream:
+        # The package checks the header and the file's length. It would say of any file that cannot
+        # be opened that it is not there.
+        with file.open("rb") as stream, safe_open(file, "numpy"):
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             header: dict[str, Any] = json.loads(stream.read(length))
-    except (OSError, SafetensorError) as error:
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            match entry:
+                case {"dtype": str(dtype), "shape": shape, "data_offsets": [begin, end]}:
+                    found[name] = StoredTensor(file, tuple(shape), dtype, begin, end)
+                case _:  # a form that the package takes and nobody writes
+                    raise SafetensorError(f"the entry of {name} is none")
+    except OSError as error:
+        raise FlyJaxError(f"{file} cannot be read ({_reason(error)}); {_AGAIN}.") from error
+    except SafetensorError as error:
         raise FlyJaxError(
             f"{file} is no whole safetensors file ({_reason(error)}); {_AGAIN}."
         ) from error
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"], *entry["data_offsets"])
-        for name, entry in header.items()
-    }
+    return found
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    return (getattr(error, "strerror", None) or str(error)).rstrip(".")
+    return " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(".")

@@ -415,7 +415,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 case {"dtype": str(dtype), "shape": shape, "data_offsets": [begin, end]}:
                     found[name] = StoredTensor(file, tuple(shape), dtype, begin, end)
                 case _:  # a form that the package takes and nobody writes
-                    raise SafetensorError(f"the entry of {name} is none")
+                    raise SafetensorError(f"{name} lacks a dtype, a shape or two data_offsets")
     except OSError as error:
         raise FlyJaxError(f"{file} cannot be read ({_reason(error)}); {_AGAIN}.") from error
     except SafetensorError as error:

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from fly_jax.decoding.depth import HOPED_STRICT_RATE
-from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.parameters import MOST_TOKENS
@@ -33,8 +32,7 @@ _FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
 # takes so many seconds is timed twice. What runs before them, untimed, brings weights into memory.
-_TIMINGS, _LONG = 3, 0.15
-_UNTIMED = -1
+_TIMINGS, _LONG = 3, 0.25
 
 Program = tuple[int, int]
 
@@ -75,6 +73,8 @@ class DepthCosts:
         self._least_kept = _LEAST_RATED_KEPT if rates_drafts else _LEAST_KEPT
         self.current = self.num_speculative_tokens  # K of the last round that was read
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
+        self._found: dict[Program, np.ndarray] = {}  # the seconds that were timed
+        self._behind: dict[Program, float] = {}  # of a pass that takes in what is lacking
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
         self._pass_seconds: dict[Program, float] = {}
@@ -87,23 +87,42 @@ class DepthCosts:
         self.read_seconds = 0.0  # that a draft model takes for a token of a prompt
 
     def learn(
-        self, program: Program, seconds: Sequence[float], num_passes: Sequence[float] = ()
+        self,
+        program: Program,
+        seconds: Sequence[float],
+        num_passes: Sequence[float] = (),
+        behind: float = 0.0,
     ) -> None:
         """Takes the seconds of a round of each depth, and the draft model's passes in it.
 
-        The target's pass over the fewest draft tokens is taken to be as long as over none.
+        The target's pass over the fewest draft tokens is taken to be as long as over none, and a
+        round no longer than one of more rows or positions: the machine may have been slow just
+        then. `behind` are the seconds of a pass in which the draft model takes in what it lacks.
         """
-        self._seconds[program] = found = np.asarray(seconds, np.float32)
-        self._pass_seconds[program] = 0.0
+        self._found[program] = np.asarray(seconds, np.float32)
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
+        self._behind[program] = behind
+        for one in self._found:
+            found = [
+                self._found[other] for other in self._found if np.all(np.less_equal(one, other))
+            ]
+            lowest = np.minimum.reduce(found)
+            if one == program or np.any(lowest < self._found[one]):
+                self._found[one] = lowest
+                self._split(one)
+
+    def _split(self, program: Program) -> None:
+        """Divides the seconds that were found between the target's pass and the draft model's."""
+        found, each = self._found[program], 0.0
+        if self._num_passes.any():
             # A first pass is wider than those after it, which are most of a long draft.
             enough = min(2.0, float(self._num_passes.max()))
             at = int(np.flatnonzero(self._num_passes >= enough)[0])
             each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
-            self._pass_seconds[program] = each
-            self._seconds[program] = np.maximum(found - each * self._num_passes, found[0])
-        self._timed[program] = self._seconds[program].copy()
+            found = np.maximum(found - each * self._num_passes, found[0])
+        self._pass_seconds[program] = each
+        self._seconds[program], self._timed[program] = found.copy(), found
 
     def measure(
         self,
@@ -111,41 +130,52 @@ class DepthCosts:
         state: DecodeState,
         inputs: RuleInputs,
         one: DecodeState,
+        lacking: DecodeState | None,
         rows: int,
     ) -> DecodeState:
         """Times a round of each depth by a program that has been compiled.
 
-        The slots of `state`, which is donated, are free; the first `rows` then decode `one`.
+        The slots of `state`, which is donated, are free; the first `rows` then decode `one`, or
+        `lacking`, of whose text a draft model that rests has not seen all.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
-        num_passes = dict.fromkeys(self.depths, 0.0)
+        num_passes, behind = dict.fromkeys(self.depths, 0.0), 0.0
         assert attended is not None
+
+        def run(row: DecodeState, depth: int) -> tuple[list[Round], float]:
+            nonlocal state
+            for at in range(rows):
+                state, _ = programs.insert(state.attending(None), row, [at])
+            only = programs.put(_only(depth, self.depths))
+            state = jax.block_until_ready(state.attending(attended).choosing(only))
+            begin = time.perf_counter()
+            state, output = programs.run(state, inputs, rows)
+            return rounds_run(jax.device_get(output)), time.perf_counter() - begin
+
         # One draft token alone would not bring in what lies below a draft model.
-        first = (_UNTIMED, next((depth for depth in self.depths if depth > 1), self.depths[-1]))
-        for turn, depth in (first, *itertools.product(range(_TIMINGS), self.depths)):
+        run(one, next((depth for depth in self.depths if depth > 1), self.depths[-1]))
+        for turn, depth in itertools.product(range(_TIMINGS), self.depths):
             # One that would not pay if all of its drafts were kept need not be known so well; but a
             # first run says little: that of one draft token has taken three times as long.
             hopeless = depth and found[depth] > (1 + depth) * min(found.values())
             if turn > 1 and (hopeless or found[depth] > _LONG):
                 continue
-            for row in range(rows):
-                state, _ = programs.insert(state.attending(None), one, [row])
-            only = programs.put(_only(depth, self.depths))
-            state = jax.block_until_ready(state.attending(attended).choosing(only))
-            begin = time.perf_counter()
-            state, output = programs.run(state, inputs, rows)
-            run = rounds_run(jax.device_get(output))
-            if turn == _UNTIMED:
-                continue
-            seconds, drafted = time.perf_counter() - begin, [one for one in run if one.is_drafted]
+            rounds, seconds = run(one, depth)
+            drafted = [one for one in rounds if one.is_drafted]
             if depth and drafted:  # those behind it for which a lookup found nothing are plain ones
-                seconds -= min(found.get(0, 0.0), seconds / len(run)) * (len(run) - len(drafted))
-                run = drafted
-            found[depth] = min(found[depth], seconds / len(run))
-            num_passes[depth] = sum(one.num_passes for one in run) / len(run)
+                plain = len(rounds) - len(drafted)
+                seconds -= min(found.get(0, 0.0), seconds / len(rounds)) * plain
+                rounds = drafted
+            found[depth] = min(found[depth], seconds / len(rounds))
+            num_passes[depth] = sum(one.num_passes for one in rounds) / len(rounds)
+        if lacking is not None:
+            depth = next(depth for depth in self.depths if depth)
+            rounds, seconds = min((run(lacking, depth) for _ in range(2)), key=lambda one: one[1])
+            more = sum(one.num_passes for one in rounds) - num_passes[depth] * len(rounds)
+            behind = max(seconds - found[depth] * len(rounds), 0.0) / max(more, 1)
         for row in range(rows):
             state = programs.release(state.attending(None), row)
-        self.learn((rows, attended), list(found.values()), list(num_passes.values()))
+        self.learn((rows, attended), list(found.values()), list(num_passes.values()), behind)
         return state
 
     def measure_reading(
@@ -170,10 +200,7 @@ class DepthCosts:
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
-        # A wide pass, in which a draft model takes in what it lacks, may take longer than one of a
-        # token, and as long as so many tokens of prompts.
-        wide = self.read_seconds * CATCH_UP_AFTER * program[0]
-        behind = max(self._pass_seconds[program], wide) * np.sign(self.depths)
+        behind = max(self._pass_seconds[program], self._behind[program]) * np.sign(self.depths)
         known = self._with_draft(program, known)
         # Fewer draft tokens take no longer, whatever has been timed.
         known = np.minimum.accumulate(known[::-1])[::-1]

@@ -19,6 +19,7 @@ from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.decoding.depth import FORESEEN_TOKENS, AcceptanceStats
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs, compiled, shape_of
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
@@ -484,18 +485,25 @@ class Engine:
         period = self.spec.static.num_speculative_tokens + 1 if looks_up else self._vocab_size
         for attended, number in places:
             length = min(max(attended // 2, 1), self.max_length - 1)
-            row = self._row_read([at % period for at in range(length)])
+            prompt = [at % period for at in range(length)]
+            row, lacking = self._row_read(prompt), None
+            if cast(Drafter, self.drafter).rests:
+                lacking = self._row_read(prompt, min(length // 2, 2 * CATCH_UP_AFTER))
             seated = self._programs.put_numbers(np.arange(self._row_steps[-1]) < number)
             inputs = dataclasses.replace(inputs, seated=seated)
             state = state.attending(attended)
-            state = self.costs.measure(self._programs, state, inputs, row, number).attending(None)
+            state = self.costs.measure(self._programs, state, inputs, row, lacking, number)
+            state = state.attending(None)
         self.slots.forget()
         return state
 
-    def _row_read(self, prompt: list[int]) -> DecodeState:
-        """A row whose prompt counts as read by all: what caches hold changes no time."""
+    def _row_read(self, prompt: list[int], lacks: int = 0) -> DecodeState:
+        """A row whose prompt counts as read: what caches hold changes no time.
+
+        All but the target lack so many tokens of it.
+        """
         row = self._prefill.rows([RequestState(Request(prompt, self.max_length), self._own)], 1)
-        read = len(prompt) - 1
+        read = len(prompt) - 1 - lacks
         known = map_caches(lambda one: one.with_length(one.length + read), row.drafter)
         return dataclasses.replace(row, drafter=known)
 

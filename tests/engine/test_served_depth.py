@@ -132,7 +132,7 @@ def test_a_prompt_is_run_by_the_draft_model_once_something_is_drafted() -> None:
 @pytest.mark.parametrize("rule", [None, FLY])
 def test_drafting_stops_where_it_does_not_pay_and_begins_again(rule: Fly | None) -> None:
     """For a loosened request where load may change its text."""
-    costs = Clock({1: [9.0, 1.1, 1.2], 4: [1.0, 50.0, 99.0]})
+    costs = Clock({1: [9.0, 1.1, 1.2], 4: [9.0, 50.0, 99.0]})
     one = engine(costs, load_may_change_text=rule is not None)
     for number in (1, 8, 1):
         costs.taken.clear()
@@ -248,8 +248,19 @@ def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() ->
     assert [chosen(costs, left) for left in (5, 60)] == [4, 4]
     assert [chosen(costs, left, num_behind=8) for left in (1, 4, 60)] == [0, 0, 4]
     assert [chosen(costs, 10**6, num_behind=number) for number in (8, 10**3)] == [4, 0]
-    learnt.read_seconds = 0.5  # where arithmetic binds it is 16 tokens of each row that take long
-    np.testing.assert_allclose(learnt.after([])[2], [0.0, *[16 * PROGRAM[0] * 0.5] * 2], rtol=1e-5)
+    learnt.learn(PROGRAM, [1.0, 1.5, 2.0], [0, 2, 4], behind=8.0)  # where arithmetic binds
+    np.testing.assert_allclose(learnt.after([])[2], [0.0, 8.0, 8.0], rtol=1e-5)
+
+
+def test_fewer_rows_or_positions_are_never_taken_to_be_slower() -> None:
+    """A machine that was slow while one program was timed would keep its K wrong for good."""
+    costs = Learnt(5.0, 6.0, 7.0)
+    costs.learn((4, 128), [1.0, 1.5, 9.0])  # fewer positions than PROGRAM has
+    np.testing.assert_allclose(costs.after(rounds(0))[0], [0.95 * 5.0, 6.0, 7.0])
+    costs.learn((4, 512), [4.0, 8.0, 9.0])
+    np.testing.assert_allclose(costs.after([])[0], [0.95 * 4.0, 6.0, 7.0])
+    costs.learn(PROGRAM, [9.0, 5.0, 9.0])
+    np.testing.assert_allclose(costs.after([])[0], [0.95 * 4.0, 5.0, 9.0])
 
 
 def test_a_prompt_is_read_where_drafts_save_as_much() -> None:

@@ -26,6 +26,7 @@ from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama, Parameters, for_backend, lies_on_cpu, runs_unstacked
 from fly_jax.shapes import Index
+from fly_jax.sharding.processes import broadcast
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState
@@ -151,6 +152,10 @@ class Programs:
         """Tells whether the mesh has devices of several processes."""
         layout = self._shapes.layout
         return layout is not None and layout.mesh.is_multi_process
+
+    def agreed(self, decision: bool) -> bool:
+        """Gives process 0's decision, where the mesh has devices of several."""
+        return bool(broadcast(bool(decision))) if self.spans_processes else decision
 
     def put(self, value: np.ndarray) -> Array:
         """Puts a host array on every device of the programs, explicitly."""

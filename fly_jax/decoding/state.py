@@ -108,9 +108,7 @@ class RoundOutput:
     evidence: TargetEvidence | None = None  # what the rule decided on
 
 
-def corrections(
-    output: RoundOutput, rows: Sequence[int] | slice = slice(None)
-) -> list[tuple[int, int]]:
+def corrections(output: RoundOutput, rows: Sequence[int]) -> list[tuple[int, int]]:
     """The corrections of exact verification in these (greedy) rows, as draft and target tokens."""
     assert output.reports is not None
     wanted = np.zeros(output.count.shape[1], bool)

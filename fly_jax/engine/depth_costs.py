@@ -26,13 +26,14 @@ _FIRST_TOKENS, _FADING = 32.0, 0.02
 # drafts the likeliest go on with less.
 _LEAST_KEPT, _LEAST_RATED_KEPT = 0.5, 0.2
 # Before anything is known: the draft tokens that rows keep, of those usually hoped for, and the
-# share of the draft model's passes that a level below leaves. Else nobody would find out.
+# share of the draft model's passes that a level below leaves of those behind the first one, for
+# which it proposes nothing. Else nobody would find out.
 _FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
 # takes so many seconds is timed twice. What runs before them, untimed, brings weights into memory.
-_TIMINGS, _LONG = 3, 0.25
+_TIMINGS, _LONG = 3, 0.7
 
 Program = tuple[int, int]
 
@@ -79,7 +80,7 @@ class DepthCosts:
         self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
-        self._passes_run = _HOPED_PASSES if adapts else 1.0  # of those
+        self._passes_run = _HOPED_PASSES if adapts else 1.0  # of those behind the first one
         self._drafts = np.full((2, len(self.depths)), _FIRST_TOKENS, np.float32)
         hoped = np.cumsum(HOPED_STRICT_RATE ** np.arange(self.num_speculative_tokens + 1)) - 1
         self._hoped = hoped[list(self.depths)]  # draft tokens that a row keeps of a round
@@ -95,8 +96,8 @@ class DepthCosts:
     ) -> None:
         """Takes the seconds of a round of each depth, and the draft model's passes in it.
 
-        The target's pass over the fewest draft tokens is taken to be as long as over none, and a
-        round no longer than one of more rows or positions: the machine may have been slow just
+        The target's pass over the fewest draft tokens is taken to be as long as over none. Nothing
+        is taken to be longer than with more rows or positions: the machine may have been slow just
         then. `behind` are the seconds of a pass in which the draft model takes in what it lacks.
         """
         self._found[program] = np.asarray(seconds, np.float32)
@@ -104,13 +105,15 @@ class DepthCosts:
             self._num_passes = np.asarray(num_passes, np.float32)
         self._behind[program] = behind
         for one in self._found:
-            found = [
-                self._found[other] for other in self._found if np.all(np.less_equal(one, other))
-            ]
-            lowest = np.minimum.reduce(found)
-            if one == program or np.any(lowest < self._found[one]):
-                self._found[one] = lowest
+            others = [other for other in self._found if np.all(np.less_equal(one, other))]
+            self._behind[one] = min(self._behind[other] for other in others)
+            lowest = np.minimum.reduce([self._found[other] for other in others])
+            lowered = lowest < self._found[one]
+            if one == program or lowered.any():
+                corrected, self._found[one] = self._seconds.get(one), lowest
                 self._split(one)
+                if one != program:
+                    self._seconds[one] = np.where(lowered, self._seconds[one], corrected)
 
     def _split(self, program: Program) -> None:
         """Divides the seconds that were found between the target's pass and the draft model's."""
@@ -157,8 +160,8 @@ class DepthCosts:
         for turn, depth in itertools.product(range(_TIMINGS), self.depths):
             # One that would not pay if all of its drafts were kept need not be known so well; but a
             # first run says little: that of one draft token has taken three times as long.
-            hopeless = depth and found[depth] > (1 + depth) * min(found.values())
-            if turn > 1 and (hopeless or found[depth] > _LONG):
+            hopeless = depth > 0 and found[depth] > (1 + depth) * min(found.values())
+            if turn > 1 and programs.agreed(hopeless or found[depth] > _LONG):
                 continue
             rounds, seconds = run(one, depth)
             drafted = [one for one in rounds if one.is_drafted]
@@ -187,7 +190,7 @@ class DepthCosts:
         """
         seconds, tokens = {True: math.inf, False: math.inf}, len(rows.length) * size
         for turn, drafts in itertools.product(range(_TIMINGS), seconds):
-            if turn > 1 and seconds[drafts] > _LONG:
+            if turn > 1 and programs.agreed(seconds[drafts] > _LONG):
                 continue
             rows, begin = jax.block_until_ready(rows), time.perf_counter()
             rows = programs.prefill_chunk(rows, size, 0, attended, drafts=drafts)
@@ -235,7 +238,8 @@ class DepthCosts:
 
     def _with_draft(self, program: Program, seconds: np.ndarray) -> np.ndarray:
         """The seconds of a round of each depth, with the draft model's passes as they are now."""
-        passes = np.maximum(self._passes_run * self._num_passes, np.minimum(self._num_passes, 1))
+        passes = np.minimum(self._num_passes, 1)
+        passes = passes + self._passes_run * (self._num_passes - passes)
         return np.asarray(seconds + self._pass_seconds[program] * passes)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
@@ -256,8 +260,9 @@ class DepthCosts:
         usual = self._num_passes[at] or num_passes
         if self._adapts and usual <= 1:  # which show nothing of what is below
             self._passes_run += _FADING * (_HOPED_PASSES - self._passes_run)
-        elif usual and num_passes <= usual:  # others took in what the draft model lacked
-            self._passes_run += _WEIGHT * (num_passes / usual - self._passes_run)
+        elif usual > 1 and num_passes <= usual:  # others took in what the draft model lacked
+            now = (num_passes - 1) / (usual - 1)
+            self._passes_run += _WEIGHT * (now - self._passes_run)
         is_one = num_passes <= usual and len(drafted) == len(rounds)
         is_one &= last == self.current or self._rated
         # A shorter draft than was asked for takes a narrower pass.

@@ -304,7 +304,8 @@ class Engine:
         request_state.finished = time.perf_counter()
         if request_state in self.waiting:
             self.waiting.remove(request_state)
-        self._prefill.drop_cancelled()
+        if all(one.is_finished for one, _ in self._prefill.group):  # until then their rows go on
+            self._prefill.end()
         self._forget_rounds()
         if request_state in self.slots.occupants:
             self._free(request_state)
@@ -532,8 +533,7 @@ class Engine:
             return True
         lengths = [len(one.request.prompt) - prefix.length for one, prefix in group]
         new = sum(min(one.request.max_new_tokens, FORESEEN_TOKENS) for one, _ in group)
-        pays = self.costs.pays_to_read(*self._soon(len(group)), lengths, new)
-        return bool(broadcast(pays)) if self._programs.spans_processes else pays
+        return self._programs.agreed(self.costs.pays_to_read(*self._soon(len(group)), lengths, new))
 
     def _lets_k_vary(self, more: Sequence[RequestState] = ()) -> bool:
         """Tells whether K is free in rounds of what is decoded, and of more requests."""

@@ -205,11 +205,6 @@ class Prefill:
         self._chunks.clear()
         return group
 
-    def drop_cancelled(self) -> None:
-        """Ends the group if all of its requests are cancelled; until then their rows go on."""
-        if all(one.is_finished for one, _ in self.group):
-            self.end()
-
 
 def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Counts the tokens at each prompt's beginning that another prompt shares; never all of it."""

@@ -18,7 +18,7 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_summary import CLASSES, aligned, token_class
+from fly_jax.evaluation.audit_summary import CLASSES, aligned, or_dash, token_class
 from fly_jax.evaluation.paired import compare_paired
 from fly_jax.evaluation.tasks import DRAFT, TASKS, Item
 from fly_jax.verification.rules import Why
@@ -231,8 +231,7 @@ def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]
         for name, one in decodings.items():
             shown.append([task, name, f"{one['score']:.1%} of {len(one['right'])}"])
             shown[-1] += [*_compared(one), f"{one['mean_accepted_tokens']:.2f}"]
-            regret = one.get("regret_per_100_tokens")
-            nats = "-" if regret is None else f"{regret:.2f}"
+            nats = or_dash(one.get("regret_per_100_tokens"))
             shown[-1] += [f"{one['rescued_per_100_tokens']:.1f}", nats, f"{one['same_text']:.0%}"]
     return shown
 

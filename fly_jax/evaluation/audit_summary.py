@@ -7,7 +7,6 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from fly_jax.evaluation.audit_file import Audit, Mismatch
 
@@ -89,15 +88,7 @@ class Summary:
     texts_differ: int  # of these
     answered: int  # of these, those where both texts came to their end within the limit
     answers_differ: int  # of these, those whose final answer is another
-
-    @property
-    def rescues_per_100_tokens(self) -> float:
-        """Mismatches kept in a hundred tokens."""
-        return 100 * self.rescues / max(self.tokens, 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON has them."""
-        return dataclasses.asdict(self) | {"rescues_per_100_tokens": self.rescues_per_100_tokens}
+    rescues_per_100_tokens: float
 
 
 def summarise(audit: Audit) -> Summary:
@@ -115,10 +106,11 @@ def summarise(audit: Audit) -> Summary:
             classes[name] = ClassCount(len(kept), num_refused, _mean(kept))
     known = [one for one in audit.continuations.values() if one.exact_text is not None]
     ended = [one for one in known if None not in (one.answer, one.exact_answer)]
+    tokens = sum(len(one.token_ids) for one in audit.continuations.values())
     return Summary(
         rule=audit.run.rule,
         prompts=len(audit.continuations),
-        tokens=sum(len(one.token_ids) for one in audit.continuations.values()),
+        tokens=tokens,
         rescues=len(rescues),
         regret=_sum(rescues),
         pairs=tuple(sorted(map(_pair, texts.values()), key=lambda one: (-one.count, one.draft))),
@@ -130,6 +122,7 @@ def summarise(audit: Audit) -> Summary:
         texts_differ=sum(one.text != one.exact_text for one in known),
         answered=len(ended),
         answers_differ=sum(one.answer != one.exact_answer for one in ended),
+        rescues_per_100_tokens=100 * len(rescues) / max(tokens, 1),
     )
 
 
@@ -160,7 +153,7 @@ def table(summary: Summary, most_pairs: int) -> str:
     lines = [
         f"rule {summary.rule}: {summary.prompts} prompts, {summary.tokens} tokens, "
         f"{summary.rescues} rescues ({summary.rescues_per_100_tokens:.1f} per 100 tokens, "
-        f"regret {_shown(summary.regret)} nats in all)"
+        f"regret {or_dash(summary.regret)} nats in all)"
     ]
     if summary.compared:
         lines.append(
@@ -178,7 +171,7 @@ def table(summary: Summary, most_pairs: int) -> str:
         lines.append(f"refused: {refused}".replace("by always", "that no rule may keep"))
     if summary.classes:
         classes = [
-            (name, str(one.rescues), str(one.refusals), _shown(one.mean_regret), CLASSES[name])
+            (name, str(one.rescues), str(one.refusals), or_dash(one.mean_regret), CLASSES[name])
             for name, one in summary.classes.items()
         ]
         headings = ("class", "rescued", "refused", "mean regret", "")
@@ -189,15 +182,16 @@ def table(summary: Summary, most_pairs: int) -> str:
         for pair in summary.pairs[:most_pairs]:
             tokens = (repr(pair.draft), repr(pair.choice), str(pair.count))
             means = (pair.mean_regret, pair.mean_draft_probability, pair.mean_choice_probability)
-            rows.append((*tokens, *map(_shown, means), pair.kind))
+            rows.append((*tokens, *map(or_dash, means), pair.kind))
         lines += ["", *aligned(rows, {1, 6})]
         if len(summary.pairs) > most_pairs:
             lines.append(f"and {len(summary.pairs) - most_pairs} more pairs")
     return "\n".join(lines)
 
 
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def or_dash(value: float | None, form: str = "{:.2f}") -> str:
+    """A number as `str.format` writes it, or a dash for none."""
+    return "-" if value is None else form.format(value)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:

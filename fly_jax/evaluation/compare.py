@@ -20,7 +20,7 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_summary import aligned
+from fly_jax.evaluation.audit_summary import aligned, or_dash
 from fly_jax.verification.correction_memory import CorrectionMemory
 
 _Check = Callable[[int, str], bool | None]
@@ -124,20 +124,16 @@ class Comparison:
             "decoding": result.name,
             "tokens/s": f"{result.tokens_per_second:.1f}{several}",
             "speed-up": f"{self.speed_up(result):.2f}x",
-            "first token": _shown(result.first_token_seconds, "{:.2f} s"),
-            "per token": _shown(result.inter_token_seconds, "{:.4f} s"),
+            "first token": or_dash(result.first_token_seconds, "{:.2f} s"),
+            "per token": or_dash(result.inter_token_seconds, "{:.4f} s"),
             "mean accepted": f"{result.mean_accepted_tokens:.2f}",
             "kept at": " ".join(f"{at}:{drafts[at - 1]:.0%}" for at in positions) or "-",
-            "draft": _shown(result.draft_share, "{:.0%}"),
+            "draft": or_dash(result.draft_share, "{:.0%}"),
             "rescued": str(result.num_rescued_tokens),
             "per 100 tokens": f"{result.rescued_per_100_tokens:.1f}",
             "correct": checked if result.num_checked else "-",
-            "retention": _shown(self.retention(result), "{:.1%}"),
+            "retention": or_dash(self.retention(result), "{:.1%}"),
         }
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def compare(

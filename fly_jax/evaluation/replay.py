@@ -32,17 +32,6 @@ class Rounds:
     count: Int[np.ndarray, " rounds"]
     num_prompts: int
 
-    @property
-    def gap(self) -> Float[np.ndarray, "rounds block"]:
-        """The nats by which the target finds its own choice more probable than the draft token."""
-        return np.asarray(self.evidence.argmax_logit - self.evidence.draft_logit)
-
-    @property
-    def is_mismatch(self) -> Bool[np.ndarray, "rounds block"]:
-        """Tells which draft tokens the lossless rule refuses."""
-        drafted = np.arange(self.why.shape[1]) < self.num_drafted[:, None]
-        return drafted & ~np.asarray(self.evidence.accepted)
-
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
@@ -140,5 +129,5 @@ def tally(rounds: Rounds) -> Tally:
         tokens=by_prompt(rounds.count),
         rounds=by_prompt(np.ones_like(rounds.count)),
         rescues=by_prompt(rescued.sum(axis=1)),
-        regret=by_prompt(np.where(rescued, rounds.gap, 0).sum(axis=1)),
+        regret=by_prompt(np.where(rescued, rounds.evidence.gap, 0).sum(axis=1)),
     )

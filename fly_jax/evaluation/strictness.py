@@ -75,7 +75,8 @@ class Strictness:
 
     def values(self, rounds: Rounds, number: int) -> list[float]:
         """The numbers to try: quantiles of the levels that these rounds' mismatches need."""
-        levels = self.levels(rounds)[rounds.is_mismatch]
+        drafted = np.arange(rounds.why.shape[1]) < rounds.num_drafted[:, None]
+        levels = self.levels(rounds)[drafted & ~np.asarray(rounds.evidence.accepted)]
         # Rules of probabilities refuse 0: it would rescue what float32 cannot tell from 0.
         levels = np.minimum(levels[np.isfinite(levels) & (levels >= self.least)], self.most)
         if not levels.size:
@@ -88,6 +89,10 @@ def _probability(rounds: Rounds) -> Levels:
     return np.exp(rounds.evidence.draft_logit - rounds.evidence.log_sum_exp)
 
 
+def _gap(rounds: Rounds) -> Levels:
+    return np.asarray(rounds.evidence.gap)
+
+
 def _typical(rounds: Rounds) -> Levels:
     assert rounds.evidence.full_entropy is not None
     return np.asarray(_probability(rounds) * np.exp(rounds.evidence.full_entropy))
@@ -97,9 +102,9 @@ _TINY = float(np.finfo(np.float32).tiny)
 _OF_RULE = {
     "fly": Strictness("entropy_threshold", lambda rounds: np.asarray(rounds.evidence.entropy)),
     "lossy": Strictness("lossy_threshold", _probability, 0.5, _TINY),
-    "lenience": Strictness("lenience", lambda rounds: np.exp(-rounds.gap), 1.0, _TINY),
+    "lenience": Strictness("lenience", lambda rounds: np.exp(-_gap(rounds)), 1.0, _TINY),
     "typical": Strictness("typical_delta", _typical, 1.0, _TINY),
-    "margin": Strictness("margin_gap", lambda rounds: rounds.gap),
+    "margin": Strictness("margin_gap", _gap),
 }
 CALIBRATED = tuple(_OF_RULE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -62,4 +63,4 @@ def main(arguments: Sequence[str]) -> None:
         text = page(audit, index)
         Path(values.html).write_text(text, encoding="utf-8", errors="replace")
     summary = summarise(audit)
-    print(json.dumps(summary.to_dict()) if values.json else table(summary, values.pairs))
+    print(json.dumps(dataclasses.asdict(summary)) if values.json else table(summary, values.pairs))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,9 +196,8 @@ def _name(config: DecodingConfig) -> str:
 
 
 def _first_of_each(categories: Sequence[str], number: int | None) -> list[int]:
-    seen = collections.defaultdict[str, Iterator[int]](itertools.count)
-    before = [next(seen[category]) for category in categories]
-    return [index for index, found in enumerate(before) if number is None or found < number]
+    most = len(categories) if number is None else number
+    return [at for at, one in enumerate(categories) if categories[:at].count(one) < most]
 
 
 def check_picture(path: Path) -> None:

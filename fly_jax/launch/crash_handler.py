@@ -44,7 +44,7 @@ class CrashHandler:
         """Begins before the processes have met; they have `timeout` seconds for that."""
         self._process = process
         self._timeout = timeout
-        self._hosts: Sequence[str] = ()
+        self.hosts: Sequence[str] = ()  # known once all processes have met
         self._exit_status: int | None = None
         file, name = tempfile.mkstemp(prefix=f"fly_jax-{process.process_id}-", suffix=".log")
         self._native = Path(name)
@@ -61,10 +61,6 @@ class CrashHandler:
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = [ctypes.c_int, _Handler]
         libc.signal(signal.SIGABRT, self._handler)
-
-    def connected(self, hosts: Sequence[str]) -> None:
-        """Notes that all processes have met, on these hosts."""
-        self._hosts = hosts
 
     def shutdown(self, status: int) -> None:
         """Ends this process's part in the job; does not return where it has failed."""
@@ -84,7 +80,7 @@ class CrashHandler:
         if self._exit_status is not None:
             self._native.unlink(missing_ok=True)
             os._exit(self._exit_status)
-        sentence, status = self._lost() if self._hosts else self._not_connected()
+        sentence, status = self._lost() if self.hosts else self._not_connected()
         os.write(self._error, f"{sentence}\n".encode(errors="replace"))
         os._exit(status)
 
@@ -105,11 +101,11 @@ class CrashHandler:
             text = ""
         lost = lost_processes(text)
         others = sorted(lost - {self._process.process_id})
-        who = " and ".join(f"process {index} ({self._hosts[index]})" for index in others)
+        who = " and ".join(f"process {index} ({self.hosts[index]})" for index in others)
         gone = f"{who or 'another process'} {'are' if len(others) > 1 else 'is'} gone"
         reason = "it was out of touch with the others" if lost and not others else gone
         return (
-            f"Process {self._process.process_id} of {len(self._hosts)} stops, since {reason} and "
+            f"Process {self._process.process_id} of {len(self.hosts)} stops, since {reason} and "
             "they go on together or not at all; see what the others said last and start all of "
             f"them again ({self._native} has what JAX says)."
         ), EXIT_FAILED

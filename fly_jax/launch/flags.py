@@ -12,7 +12,7 @@ from absl import flags
 
 from fly_jax.decoding.config import DecodingConfig, default_config, load_config, parameter_groups
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import Parameter, ParameterValue, check_parameters, parameter, parameters_of
+from fly_jax.parameters import Parameter, ParameterValue, parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 if TYPE_CHECKING:
@@ -133,9 +133,7 @@ class Flags(Generic[_Values]):
             raise SystemExit(0)
         if self._decoding:
             found["given"] = given_of({name: found.pop(name) for name in self._decoding})
-        values = self._kind(**found)
-        check_parameters(values)
-        return values
+        return self._kind(**found)
 
     @property
     def _advice(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import jax
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config import DecodingConfig, decoding_parameters
 from fly_jax.decoding.pair import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem, built_in_problems
@@ -33,7 +33,6 @@ from fly_jax.sharding.mesh import (
     prepare_devices,
 )
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
-from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import OpenPair, Pair
@@ -59,7 +58,6 @@ class Inputs:
     """Inputs that are known before weights are read; in other processes prompts are texts alone."""
 
     config: DecodingConfig
-    rule: Rule
     models: OpenPair
     mesh: Mesh
     prompts: list[Prompt]
@@ -120,8 +118,8 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
 
 def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str] = ()) -> Inputs:
     """Reads the prompts, after these texts, opens models, and encodes; fails on all processes."""
-    # The same on all of them, which have the same flags and process 0's config.
-    rule, _ = config.to_rule(), config.to_lookup()
+    # For their errors, the same on all processes, which have the same flags and process 0's config.
+    config.to_rule(), config.to_lookup()
     with joint_errors():
         prompts = prompts_from_flags(values, texts) if process_id() == 0 else []
     models, mesh = open_models(values, config)
@@ -130,7 +128,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
     named, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
         prompts, ids = [Prompt(*one) for one in named], [CheckedPrompt(one) for one in ids]
-    return Inputs(config, rule, models, mesh, prompts, ids)
+    return Inputs(config, models, mesh, prompts, ids)
 
 
 def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
@@ -382,10 +380,11 @@ def distributed_session(values: ProcessFlags) -> Iterator[None]:
     handler = crash_handler.install(process, timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    handler.connected(processes.initialize(process, timeout=timeout))
+    handler.hosts = processes.initialize(process, timeout=timeout)
     signal.signal(signal.SIGINT, handled)
     settings = json.loads(json.dumps(dataclasses.asdict(values)))  # as they arrive elsewhere
-    settings |= settings.pop("decoding", {})
+    if "given" in settings:
+        settings |= dict.fromkeys(decoding_parameters()) | dict(settings.pop("given"))
     try:
         same = {name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS}
         processes.check_same(same)

@@ -170,13 +170,14 @@ def _speed_rows(
 
 def _speed_table(speed: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     from fly_jax.evaluation.answers import kept
+    from fly_jax.evaluation.audit_summary import or_dash
 
     tasks = list(dict.fromkeys(task for one in speed for task in one["quality"]))
     shown = [["file", "decoding", "tokens/s", "speed-up", "over tuned exact", "mean accepted"]]
     shown[0] += [f"{task}{what}" for task in tasks for what in ("", ": retention (95%)")]
     for one in speed:
         several = "" if one["deviation"] is None else f" ± {one['deviation']:.1f}"
-        over = "-" if one["over_tuned_exact"] is None else f"{one['over_tuned_exact']:.2f}x"
+        over = or_dash(one["over_tuned_exact"], "{:.2f}x")
         row = [one["file"], one["decoding"], f"{one['tokens_per_second']:.1f}{several}"]
         row += [f"{one['speed_up']:.2f}x", over, f"{one['mean_accepted_tokens']:.2f}"]
         for task in tasks:

@@ -118,13 +118,12 @@ def _make_head(values: _TrainFlags) -> None:
     documents = expectations.continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     del engine  # and its caches
     shape = pair.target.config
-    layers = heads.layers_read(shape.num_layers)
     heard = expectations.expected(
         pair.target,
         documents,
         directory / "expected",
         length=expectations.ROW_LENGTH + 1,
-        layers=layers,
+        layers=heads.layers_read(shape.num_layers),
     )
     number = min(values.draft_vocab_size, shape.vocab_size) - 1
     known, share = expectations.frequent_tokens(heard, shape.vocab_size, number)
@@ -133,14 +132,11 @@ def _make_head(values: _TrainFlags) -> None:
         f"head knows {len(known)} of {shape.vocab_size} tokens, which are {share:.1%} of the "
         "answers."
     )
-    own, start = heads.beginning(
-        values.head, pair.target, known, layers=layers, num_layers=values.num_layers
-    )
+    own, start = heads.beginning(values.head, pair.target, known, num_layers=values.num_layers)
     del pair
     recipe = heads.recipe_of(
         values.head,
         own,
-        row_length=expectations.ROW_LENGTH,
         tokens_per_step=values.tokens_per_step,
         num_steps=values.num_steps,
         seed=values.seed,

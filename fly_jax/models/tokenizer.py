@@ -48,11 +48,6 @@ class Tokenizer:
     special_tokens: Mapping[str, str]  # that a template may name, such as `{"bos_token": "<s>"}`
 
     @property
-    def vocab_size(self) -> int:
-        """The largest token id plus one; the model's embedding may have more rows."""
-        return len(self.vocabulary.names)
-
-    @property
     def digest(self) -> str:
         """SHA-256 of what the ids mean; control tokens count by their place, not by their name."""
         controls = set(self.control_token_ids)
@@ -87,7 +82,7 @@ class Tokenizer:
         compiled = [re.compile(pattern) for pattern in patterns]
         return tuple(
             index
-            for index in range(self.vocab_size if compiled else 0)
+            for index in range(len(self.vocabulary.names) if compiled else 0)
             if any(pattern.search(self.token_text(index)) for pattern in compiled)
         )
 

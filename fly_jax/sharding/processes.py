@@ -43,10 +43,6 @@ class ProcessInfo:
     local_device_ids: tuple[int, ...] | None = None
 
 
-class JointError(FlyJaxError):
-    """An error that every process of the job raises, whichever it happened on."""
-
-
 def detect_process(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
@@ -171,7 +167,7 @@ def _await(key: str) -> Json:
 def joint_errors() -> Iterator[None]:
     """Makes all processes succeed, or all fail, in what each does alone, such as reading files.
 
-    They fail with the same sentence, a JointError; where there is but one process, errors pass.
+    They fail with the same sentence, a FlyJaxError; where there is but one process, errors pass.
     """
     if num_processes() == 1:
         yield
@@ -185,11 +181,11 @@ def joint_errors() -> Iterator[None]:
     if failed := [index for index, (_, sentence) in enumerate(found) if sentence is not None]:
         host, sentence = found[failed[0]]
         everywhere = all(problem == sentence for _, problem in found)
-        raise JointError(sentence if everywhere else f"Process {failed[0]} ({host}): {sentence}")
+        raise FlyJaxError(sentence if everywhere else f"Process {failed[0]} ({host}): {sentence}")
 
 
 def check_same(settings: dict[str, Json]) -> None:
-    """Raises JointError on every process unless all have the same settings; it names the first."""
+    """Raises FlyJaxError on all processes unless all have the same settings; it names the first."""
     first = broadcast(settings)
     with joint_errors():
         for name, wanted in first.items():

@@ -200,13 +200,9 @@ def batches(documents: Sequence[Expected], recipe: Recipe, start_step: int) -> I
     """Yields batches of rows of documents without end; each depends on the seed and its number."""
     numbers = itertools.count(start_step * recipe.batch_size)
     draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
-    rows = (laid_out(_drawn(documents, one), recipe.row_length) for one in draws)
+    drawn = (map(one.choice, itertools.repeat(documents)) for one in draws)
+    rows = (laid_out(one, recipe.row_length) for one in drawn)
     return stacked(rows, recipe.batch_size)
-
-
-def _drawn(documents: Sequence[Expected], rng: random.Random) -> Iterator[Expected]:
-    while True:
-        yield documents[rng.randrange(len(documents))]
 
 
 def laid_out(documents: Iterable[Expected], length: int) -> HeardRow:

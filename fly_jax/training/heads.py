@@ -25,7 +25,7 @@ from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.integers import signed
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.shapes import Index
-from fly_jax.training.expectations import Expected, HeardRow, laid_out
+from fly_jax.training.expectations import ROW_LENGTH, Expected, HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before
@@ -223,19 +223,15 @@ def layers_read(num_layers: int) -> tuple[int, ...]:
 
 
 def beginning(
-    kind: str,
-    teacher: Llama,
-    known: Int32[np.ndarray, " known"],
-    *,
-    layers: Sequence[int],
-    num_layers: int,
+    kind: str, teacher: Llama, known: Int32[np.ndarray, " known"], *, num_layers: int
 ) -> tuple[LlamaConfig, Start]:
     """A head that knows some of the teacher's tokens, and begins as parts of the teacher.
 
-    It reads the inputs of these `layers`. A DSpark head has the teacher's last `num_layers` layers.
+    It reads the inputs of `layers_read`. A DSpark head has the teacher's last `num_layers` layers.
     A PARD drafter has as many, half of them the first ones and half the last ones.
     """
     config, last = teacher.config, teacher.config.num_layers
+    layers = layers_read(last)
     few = 1 if kind == "eagle3" else num_layers
     kept = [*range(last - few, last)]
     if kind == "pard":
@@ -261,7 +257,7 @@ def beginning(
     frozen |= {"embedding": whole, "unembedding": np.ascontiguousarray(unembedding.T)}
     embed, wide = config.embed_size, config.embed_size * len(layers)
     have["fusion"] = np.eye(wide, embed, embed - wide, np.float32)
-    shared: Any = {"target_embed_size": embed, "layers": tuple(layers), "has_embedding": True}
+    shared: Any = {"target_embed_size": embed, "layers": layers, "has_embedding": True}
     head: TargetHead = Eagle3(**shared)
     # Its layers are Llama's or Qwen 3's, which is what others read of such a head.
     foreign = ("_bias", "query_norm", "key_norm")
@@ -302,18 +298,12 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def recipe_of(
-    kind: str,
-    config: LlamaConfig,
-    *,
-    row_length: int,
-    tokens_per_step: int,
-    num_steps: int,
-    seed: int,
+    kind: str, config: LlamaConfig, *, tokens_per_step: int, num_steps: int, seed: int
 ) -> Recipe:
     """The run that trains a head."""
     return Recipe(
-        config=config, num_steps=num_steps, batch_size=max(tokens_per_step // row_length, 1),
-        row_length=row_length,
+        config=config, num_steps=num_steps, batch_size=max(tokens_per_step // ROW_LENGTH, 1),
+        row_length=ROW_LENGTH,
         learning_rate=KINDS[kind].learning_rate, seed=seed, loss=_LOSSES[kind],
     )  # fmt: skip
 

@@ -114,12 +114,7 @@ def verify_flat(
             f"{draft_tokens.shape}; pass one row of logits for each of them."
         )
     # 1) The request of each flat position, and its place there.
-    counts = num_drafted + (bonus_tokens is None)
-    ends = jnp.cumsum(counts)
-    starts = ends - counts
-    flat = jnp.arange(num_tokens)
-    request = jnp.minimum(jnp.searchsorted(ends, flat, side="right"), num_requests - 1)
-    place = flat - starts[request]
+    starts, request, place = flat_places(num_drafted + (bonus_tokens is None), num_tokens)
     is_draft = place < num_drafted[request]
     # 2) The evidence, as of rows of one position each.
     draft = jnp.where(is_draft, draft_tokens.astype(jnp.int32), ABSENT)
@@ -138,7 +133,7 @@ def verify_flat(
     seen = reduced(inputs, rule.needs, layout)
     # 3) The few numbers of each position, in rows.
     steps = jnp.arange(max_drafted + 1)
-    index = jnp.minimum(starts[:, None] + steps, num_tokens - 1)
+    index = jnp.minimum(starts[:-1, None] + steps, num_tokens - 1)
     rows: TargetEvidence = jax.tree.map(lambda leaf: leaf[index, 0], seen)
     is_absent = steps >= num_drafted[:, None]
     rows = dataclasses.replace(rows, accepted=rows.accepted & ~is_absent)
@@ -153,12 +148,22 @@ def verify_flat(
     # 4) The emitted tokens, where the engine looks for them.
     kept, following = verdict.num_accepted[request], verdict.next_token[request]
     tokens = jnp.select([place < kept, place == kept], [draft, following], -1)
-    tokens = jnp.where(flat < ends[-1], tokens, -1)
+    tokens = jnp.where(jnp.arange(num_tokens) < starts[-1], tokens, -1)
     if bonus_tokens is not None:
         tokens = jnp.where(is_draft, tokens, -1)
         is_whole = verdict.num_accepted == num_drafted
         tokens = jnp.concatenate([tokens, jnp.where(is_whole, verdict.next_token, -1)])
     return FlatVerdict(tokens.astype(jnp.int32), verdict)
+
+
+def flat_places(
+    counts: Int[Array, " requests"], size: int
+) -> tuple[Int32[Array, " requests+1"], Int[Array, " size"], Int[Array, " size"]]:
+    """The begins of `counts` tokens of each request, and the request and place of each token."""
+    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
+    flat = jnp.arange(size, dtype=jnp.int32)
+    request = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), len(counts) - 1)
+    return starts, request, flat - starts[request]
 
 
 def truncated(

@@ -220,19 +220,11 @@ def _train(kind: str) -> None:
         number = min(_MOST_HELD_OUT, len(documents) // 2)
         held_out, learned = documents[:number], documents[number:]
         known, share = expectations.frequent_tokens(learned, config.vocab_size, _KNOWN)
-        layers = heads.layers_read(config.num_layers)
-        own, start = heads.beginning(
-            kind, pair.target, known, layers=layers, num_layers=_LAYERS.value
-        )
+        own, start = heads.beginning(kind, pair.target, known, num_layers=_LAYERS.value)
         read = sum(len(one.tokens) for one in learned)
         steps = max(int(read * _PASSES.value / _TOKENS_PER_STEP.value), 10)
         recipe = heads.recipe_of(
-            kind,
-            own,
-            row_length=expectations.ROW_LENGTH,
-            tokens_per_step=_TOKENS_PER_STEP.value,
-            num_steps=steps,
-            seed=0,
+            kind, own, tokens_per_step=_TOKENS_PER_STEP.value, num_steps=steps, seed=0
         )
         begun = time.perf_counter()
         made = train(

@@ -9,11 +9,10 @@ from launch_types import Patch
 from refusals import assert_refused, sentence
 
 import fly_jax
-from fly_jax import DecodingConfig, Lookup, Sampling, load_config
+from fly_jax import Budget, Csd, DecodingConfig, Exact, Fly, Lookup, Margin, Sampling, load_config
 from fly_jax.decoding.config import decoding_parameters, from_reference_json, parameter_groups
 from fly_jax.launch.flags import DecodingFlags, Flags
-from fly_jax.verification.rules import RULES, Budget, Exact, Fly
-from fly_jax.verification.rules.loosened import Csd, Margin
+from fly_jax.verification.rules import RULES
 
 Values = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,9 @@ from jaxtyping import Array
 from random_pairs import PROMPTS
 from refusals import assert_refused
 
-from fly_jax import Generation, KVCache, Lookup, Sampling, empty_cache, verify, verify_step
+from fly_jax import Generation, KVCache, Lookup, Sampling, Terms, empty_cache, verify, verify_step
 from fly_jax.decoding import deferral
 from fly_jax.decoding.config import RoundSpec
-from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
@@ -250,14 +248,10 @@ def test_what_cannot_be_deferred() -> None:
         assert_refused("boundary is 'defer'", pairs.rounds, 4, *rounds, deferred_window=2)
 
 
-@pytest.fixture(scope="module")
-def always_deferring() -> Iterator[None]:
-    """Windows stay open whatever the rates say, in rounds of the tests from here on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferral, "pays", lambda stats, *sizes: stats.matched >= 0)
-        pairs.forget_programs()
-        yield
-    pairs.forget_programs()
+@pytest.fixture
+def always_deferring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows stay open whatever the rates say, in rounds that no other test decodes with."""
+    monkeypatch.setattr(deferral, "pays", lambda stats, *sizes: stats.matched >= 0)
 
 
 @pytest.mark.usefixtures("always_deferring")

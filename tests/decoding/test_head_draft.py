@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs as pairs
-from golden import layout_on
+from golden import FIXTURES, layout_on
 from jaxtyping import Array
 from random_pairs import PROMPTS, tokens_of
 from refusals import assert_refused
 
-from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Terms
+from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Terms, Verdict
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
 from fly_jax.decoding.drafters.parallel import ParallelDraft
@@ -29,9 +28,7 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Verdict
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 PAIR = 2
 LIMIT = pairs.MOST_TOKENS
 GIVEN = (PROMPTS, LIMIT)

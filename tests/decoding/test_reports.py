@@ -8,11 +8,10 @@ import oracle
 import pytest
 import random_pairs as pairs
 
-from fly_jax import Budget, Entropy, Exact, Fly, Generation, Margin, Rule, Typical, Why
-from fly_jax.decoding.config import RoundSpec
+from fly_jax import Budget, Entropy, Exact, Fly, Generation, Margin, RoundSpec, Rule, Typical, Why
 
 PROMPTS = [[first, 3, 5] for first in range(8)]
-DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2
+MAX_NEW_TOKENS, PAIR, NOISE = 24, 2, 0.2
 FLY = Fly(0.4, 2, entropy="full")
 GAP, TOTAL = 1.5, 2.5
 EXACT = pairs.SPECS["exact"].with_static(audits=True)

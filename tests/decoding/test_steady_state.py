@@ -20,13 +20,7 @@ from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, KVCache, Margin,
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
-from fly_jax.decoding.programs import (
-    CAPACITY_STEP,
-    LEAST_ATTENDED,
-    AttentionBuckets,
-    Programs,
-    attention_steps,
-)
+from fly_jax.decoding.programs import AttentionBuckets, Programs, attention_steps
 from fly_jax.decoding.state import DecodeState, RuleInputs
 
 Compilations = Callable[[], list[str]]
@@ -191,13 +185,13 @@ def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     assert (ours.run(state, replace(inputs, seated=left))[1].count[:, 1] > 0).all()
 
 
-@given(st.integers(1, 10**4).map(lambda steps: steps * CAPACITY_STEP))
+@given(st.integers(1, 10**4).map(lambda steps: steps * programs.CAPACITY_STEP))
 def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
     steps = attention_steps(capacity, is_whole=False)
     assert steps[-1] == capacity
     assert list(steps) == sorted(set(steps))
     assert all(large <= 2 * small for small, large in itertools.pairwise(steps))
-    assert steps[0] < 2 * LEAST_ATTENDED
+    assert steps[0] < 2 * programs.LEAST_ATTENDED
     assert attention_steps(capacity, is_whole=True) == (capacity,)
 
 

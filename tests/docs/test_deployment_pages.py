@@ -30,7 +30,8 @@ from fly_jax.sharding.mesh import MeshSpec, parse_mesh
 from fly_jax.verification.rules import VLLM_NAMES, Exact
 
 _ROOT = Path(__file__).parents[2]
-_PAGE = (_ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = _ROOT / "docs"
+_PAGE = (DOCS / "serving.md").read_text(encoding="utf-8")
 _NAME = re.compile(r"fly_jax:\w+")
 
 
@@ -95,8 +96,6 @@ def test_the_page_at_the_root_stands_by_itself() -> None:
     assert "--r-back" in page()
     assert "default-src 'none'" in HEADERS["Content-Security-Policy"]
 
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 # The fields of each kind of object on the way from a JobSet (jobset.x-k8s.io/v1alpha2) over a Job
 # (batch/v1) to a container (v1): those of the API server that are used, and no others, since one by

@@ -13,9 +13,8 @@ from engine_kinds import KINDS, Kind, account, engine_for, finished, models, req
 from random_pairs import batch_engine, forget_programs, greedy, logits_after, until_end
 from refusals import assert_refused
 
-from fly_jax import CorrectionMemory, Engine, Lookup, Request, RequestState, Sampling
+from fly_jax import CorrectionMemory, Csd, Engine, Lookup, Request, RequestState, Sampling
 from fly_jax.verification.rules import Exact, Why
-from fly_jax.verification.rules.loosened import Csd
 
 
 @functools.cache

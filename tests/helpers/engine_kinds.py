@@ -9,15 +9,10 @@ import numpy as np
 from golden import layout_on
 from random_pairs import MAX_LENGTH, SPECS, placed, random_draft, random_target, rounds
 
-from fly_jax.decoding.config import RoundSpec
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState
+from fly_jax import CorrectionMemory, Engine, Lookup, Request, RequestState, RoundSpec, Sampling
 from fly_jax.models.llama import Llama
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Exact, Fly, Rule
 from fly_jax.verification.rules.loosened import Csd, Margin
-from fly_jax.verification.sampling import Sampling
 
 MORE = {"rounds_per_dispatch": 2, "max_logprobs": 2}
 ROUND = rounds(4, Fly(0.2, 2), **MORE)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.llama import Llama
+from fly_jax.planning.plan_spec import abstract_mesh
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -20,12 +21,18 @@ from fly_jax.sharding.rules import RULES, Layout
 BITS_OF_TINY_HEADS = pytest.mark.skipif(
     jaxlib.version.__version_info__ >= (0, 12), reason="JAX 0.12 has other bits for tiny heads"
 )
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+GOLDEN = FIXTURES / "golden"
 
 
 def layout_on(mesh: str | None, rules: str = "tensor") -> Layout | None:
     """A layout; None without a mesh."""
     return None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+
+
+def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
+    """A layout on more devices than there are here; it places nothing, but tells where."""
+    return Layout(abstract_mesh(parse_mesh(mesh)), RULES[rules])
 
 
 def altered(source: Path, to: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> Path:

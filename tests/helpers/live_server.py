@@ -68,7 +68,7 @@ def stuck_service(tokenizer: Any = None) -> Service:
     target, spec = random_target(2), RoundSpec(Exact(), RoundStatic(0, audits=True))
     engine = Stuck(target, None, spec, num_slots=1, max_length=60)
     tokenizer = tokenizer or SimpleNamespace(chat_template=None)
-    pair: Any = SimpleNamespace(target=target, tokenizer=tokenizer)
+    pair: Any = SimpleNamespace(target=target, tokenizer=tokenizer, protected_token_ids=tuple)
     builder = RequestBuilder.of(DecodingConfig().without_draft())
     return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits())
 

@@ -12,18 +12,12 @@ import numpy as np
 import oracle
 from jaxtyping import Array, Float, Int, Key
 
+from fly_jax import Drafter, Engine, Exact, Fly, Generation, Layout, Lookup, Rule, Sampling
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Generation
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
-from fly_jax.sharding.rules import Layout
-from fly_jax.verification.rules import Exact, Fly, Rule
-from fly_jax.verification.sampling import Sampling
 
 # About one token in ten ends a text.
 EOS = (7, 19, 30, 41)

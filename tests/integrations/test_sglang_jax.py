@@ -11,10 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refusals import assert_refused
 
+from fly_jax import Budget, Fly, Margin, Rule, verify
 from fly_jax.integrations import sglang_jax
-from fly_jax.verification.rules import Budget, Fly, Rule
-from fly_jax.verification.rules.loosened import Margin
-from fly_jax.verification.verify import verify
 
 ROWS, WIDTH, VOCAB = 8, 9, 12
 RULE = Fly(0.8, 2)

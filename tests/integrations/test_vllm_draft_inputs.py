@@ -6,6 +6,7 @@ from itertools import chain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_pairs import padded
 
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.integrations.vllm_tpu import draft_inputs
@@ -111,10 +112,7 @@ def one_by_one() -> list[list[int]]:
 
 def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
     expected, model = one_by_one(), Model()
-    text = np.zeros((len(TEXTS) + 2, LIMIT), np.int32)  # two rows of padding
-    for row, one in enumerate(TEXTS):
-        text[row, : len(one)] = one
-    length = np.array([*map(len, TEXTS), 5, 5], np.int32)
+    text, length = padded([*TEXTS, [0] * 5, [0] * 5], LIMIT)  # two rows of padding
     first = np.array([*(tokens[0] for tokens in expected), 0, 0], np.int32)
     progress = draft_inputs.begin(
         text, length, first, np.array([0, 0, len(TEXTS)], np.int32), num_speculative_tokens=K

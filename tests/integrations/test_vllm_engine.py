@@ -28,13 +28,11 @@ from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 from tpu_inference.layers.jax.sample.rejection_sampler import RejectionSampler
 from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
 
-from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax import Exact, Fly, Lookup, Rule, per_row, verify_flat
 from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules
 from fly_jax.integrations.vllm_tpu.runner import LoosenedSampler
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
-from fly_jax.verification.rules import Exact, Fly, Rule, per_row
-from fly_jax.verification.verify import verify_flat
 
 VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
 PROTECTED = np.arange(VOCAB) == 3

@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from fly_jax.errors import FlyJaxError
+from fly_jax import Budget, Exact, Fly, FlyJaxError, Margin, Sampling, per_row
 from fly_jax.integrations.vllm_tpu import plugin
 from fly_jax.integrations.vllm_tpu.hooks import HOOKS, PACKAGES, PLATFORM, TRIED, root
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
@@ -27,9 +27,6 @@ from fly_jax.integrations.vllm_tpu.startup import (
     decoding_config,
     request_rule,
 )
-from fly_jax.verification.rules import Budget, Exact, Fly, per_row
-from fly_jax.verification.rules.loosened import Margin
-from fly_jax.verification.sampling import Sampling
 
 
 def test_what_is_asked_for_and_by_which_names() -> None:

@@ -4,10 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.generation import generate
+from fly_jax import Fly, Pair, generate, load_pair
 from fly_jax.sharding.processes import detect_process, initialize
-from fly_jax.verification.rules import Fly
 
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]

@@ -15,11 +15,9 @@ from unittest.mock import Mock
 import pytest
 from launch_types import Captured, Decoded, Folders, Patch, Ran, Refused, Talk
 
-from fly_jax.decoding.pair import OpenPair
+from fly_jax import Engine, OpenPair, Request, RequestState
 from fly_jax.decoding.programs import Programs
-from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Prefill
-from fly_jax.engine.request import Request, RequestState
 from fly_jax.launch import view
 from fly_jax.launch.inputs import read_prompts
 from fly_jax.models.tokenizer import Tokenizer

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 from launch_types import Patch, Ran, Refused
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.errors import FlyJaxError
+from fly_jax import Budget, DecodingConfig, Fly, FlyJaxError, Margin
 from fly_jax.evaluation.instructions import load_checkers
 from fly_jax.evaluation.tasks import TASKS, read_items
 from fly_jax.launch.bench import decodings
-from fly_jax.verification.rules import Budget, Fly
-from fly_jax.verification.rules.loosened import Margin
 
 SIZES = ["--max_new_tokens=8", "--window_size=2", "--batch_size=2"]
 TWO = ["--tasks=gsm8k,humaneval", "--allow_code_execution"]

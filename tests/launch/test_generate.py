@@ -22,9 +22,8 @@ from gguf_files import CONFIG, byte_level_writer, tensors_of, write_sized
 from launch_types import Decoded, Folders, Interrupted, Patch, Ran, Refused
 from tokenizer_makers import llama3_json
 
+from fly_jax import CorrectionMemory, Exact, load_config, load_memory, load_pair
 from fly_jax.decoding import pair
-from fly_jax.decoding.config import load_config
-from fly_jax.decoding.pair import load_pair
 from fly_jax.engine import generation
 from fly_jax.evaluation import calibration, gate
 from fly_jax.evaluation.problems import Problem
@@ -35,8 +34,6 @@ from fly_jax.models import tokenizer
 from fly_jax.models.checkpoints import converted, hugging_face, load
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import Tokenizer
-from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
-from fly_jax.verification.rules import Exact
 
 KEYS = {
     "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "rule", "num_rounds",

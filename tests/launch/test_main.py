@@ -14,13 +14,11 @@ import jax
 import pytest
 from launch_types import Patch, Ran, Refused
 
-from fly_jax.errors import FlyJaxError
+from fly_jax import FlyJaxError, Why, enable_compilation_cache
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import COMMANDS
 from fly_jax.launch.view import TextView, legend, wants_colour
 from fly_jax.sharding import mesh
-from fly_jax.sharding.mesh import enable_compilation_cache
-from fly_jax.verification.rules import Why
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -231,7 +231,7 @@ class Service:
 
     def blocking_key_value_get(self, key: str, _: int) -> str:
         of_each_process = key.count("/") == 3
-        other = [HOST, None] if of_each_process else {"max_new_tokens": 128}
+        other = [HOST, None] if of_each_process else {"max_new_tokens": 128, "temperature": None}
         return self.said.get(key) or self.heard.get(key, json.dumps(other))
 
 
@@ -243,6 +243,7 @@ def place(index: int) -> list[str]:
 WRONG = {
     "--prompts_file=/nowhere/prompts.txt": (0, "The prompts file /nowhere/prompts.txt"),
     "--max_new_tokens=7": (1, "--max_new_tokens is 7 here and 128 on process 0"),
+    "--temperature=0.5": (1, "--temperature is 0.5 here and None on process 0"),
     "--draft=/nowhere/draft": (1, "'/nowhere/draft' is neither a folder that exists"),
 }
 
@@ -254,7 +255,7 @@ def test_what_is_wrong_on_one_of_them(
     """It ends them all with the same sentence: the other one hears what this one has said."""
     wrong, words = WRONG[flag]
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
-    monkeypatch.setattr(crash_handler, "install", lambda *_: SimpleNamespace(connected=list))
+    monkeypatch.setattr(crash_handler, "install", lambda *_: SimpleNamespace())
 
     def sentence(process: int, heard: Mapping[str, str], *flags: str) -> tuple[str, dict[str, str]]:
         service = Service(heard)
@@ -266,7 +267,7 @@ def test_what_is_wrong_on_one_of_them(
 
     here, said = sentence(wrong, {}, flag)
     assert here.startswith(f"Process {wrong} ({HOST}): {words}")
-    well = {"--max_new_tokens=7": [], "--draft=/nowhere/draft": [models[1]]}.get(flag, [flag])
+    well = {"--prompts_file": [flag], "--draft": [models[1]]}.get(flag.partition("=")[0], [])
     there, _ = sentence(1 - wrong, said, *well)
     assert there == here
 

@@ -30,8 +30,7 @@ from launch_types import Folders, Patch
 from refusals import assert_refused, sentence
 from safetensors.numpy import load_file, save_file
 
-from fly_jax.decoding.pair import load_pair, open_pair
-from fly_jax.errors import FlyJaxError
+from fly_jax import FlyJaxError, load_pair, open_pair
 from fly_jax.models import llama
 from fly_jax.models.architectures import Group, LlamaConfig, groups, parameter_specs
 from fly_jax.models.checkpoints import load

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import random_pairs as pairs
 from gguf_files import write
-from golden import GOLDEN, altered, assert_same
+from golden import FIXTURES, GOLDEN, altered, assert_same
 from launch_types import Folders
 from refusals import assert_refused
 from tiny_pair import VOCAB_SIZE
@@ -204,7 +204,6 @@ def test_a_factor_without_a_type_is_linear_in_gguf(tmp_path: Path) -> None:
     assert_refused("rotary scaling 'linear'", open_weights, path)
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 OFFICIAL = FIXTURES / "eagle3" / "official"
 CONFIG = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,

@@ -54,8 +54,7 @@ def complaint(monkeypatch: pytest.MonkeyPatch) -> Complaint:
 
     def said(folder: Path) -> str:
         text = sentence(open_weights, folder)
-        # Of two tensors in one place the safetensors package names either.
-        assert sentence(load_llama, folder).split("`")[0] == text.split("`")[0]
+        assert sentence(load_llama, folder) == text
         return text
 
     monkeypatch.setattr(HuggingFaceSource, "read", read)
@@ -87,21 +86,10 @@ FOUR = {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}
 HEADERS = {
     "large file pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     "not JSON": header(b"{'a': 1}"),
-    "not UTF-8": header(b'{"\xff": 1}'),
-    "a list": header([1]),
-    "no entry": header({"a": 1}),
-    "no shape": header({"a": {"dtype": "F32", "data_offsets": [0, 0]}}),
-    "one offset": header({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}),
-    "offsets in words": header({"a": {"dtype": "F32", "shape": [0], "data_offsets": ["a", "b"]}}),
-    "offsets that turn back": header({"a": {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]}}),
     "bytes too few": header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
-    "no brace": header(b' {"a": 1}'),
-    "ranges that overlap": header({"a": FOUR, "b": FOUR | {"data_offsets": [3, 7]}}),
-    "one range for two": header({"a": FOUR, "b": FOUR}),
     "a list in place of an entry": header({"a": ["I8", [0], [0, 0]]}),
     "an object in place of a type": header({"a": FOUR | {"dtype": {"I8": None}}}) + bytes(4),
     "lines in a name": header({"a\nb": FOUR}),
-    "a type that is none": header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
 }
 GONE = without("b.safetensors")
 FEWER = with_tensors("a.safetensors", lambda tensors: dict(sorted(tensors.items())[:-2]))

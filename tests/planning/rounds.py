@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 from jax.stages import Traced
 
+from fly_jax import CorrectionMemory, Csd, Engine, Lookup, Margin, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import Copy, copies, large_shapes
 from fly_jax.planning.plan_steps import abstract_state
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Exact, Fly, Rule
-from fly_jax.verification.rules.loosened import Csd, Margin
-from fly_jax.verification.sampling import Sampling
 
 BY_LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -8,38 +8,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from golden import pod_layout
 from launch_types import Patch
 from refusals import assert_refused
 
+from fly_jax import Workload, empty_cache, preset
 from fly_jax.models import layouts, llama
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, parameter_specs
-from fly_jax.models.cache import empty_cache
-from fly_jax.models.layouts import Layouts, Workload, choose_layouts, pass_seconds, resident_bytes
+from fly_jax.models.layouts import Layouts, choose_layouts, pass_seconds, resident_bytes
 from fly_jax.models.llama import Llama
-from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS
 from fly_jax.planning import roofline
 from fly_jax.planning.alternatives import SmallerDraft
 from fly_jax.planning.hlo import Exchange
-from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh, abstract_model, default_round
+from fly_jax.planning.plan_spec import PlanSpec, abstract_model, default_round
 from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.planning.planner import Plan, make_plan, table
 from fly_jax.planning.roofline import Work, mean_accepted, pass_work, roofline_seconds
 from fly_jax.sharding.chips import CHIPS, Chip, chip_of
 from fly_jax.sharding.mesh import parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.sharding.rules import RULES
 
 V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 TINY = preset("llama-3.2-1b")
-
-
-def lying(mesh: str, rules: str = "tensor_whole") -> Layout:
-    return Layout(abstract_mesh(parse_mesh(mesh)), RULES[rules])
+ROW = pod_layout("8", "tensor_whole")
 
 
 def chosen(mesh: str, chip: Chip | None = V5E, **workload: int | MatrixType) -> Layouts:
-    return choose_layouts(lying(mesh).mesh, LARGE, SMALL, Workload(**workload), chip)
+    return choose_layouts(pod_layout(mesh).mesh, LARGE, SMALL, Workload(**workload), chip)
 
 
 def test_how_a_target_is_split() -> None:
@@ -51,17 +48,17 @@ def test_how_a_target_is_split() -> None:
 
 def test_the_fastest_that_fits_is_chosen() -> None:
     workload, chip = Workload(rows=16), CHIPS["v6e"]
-    found = choose_layouts(lying("4x4").mesh, MIDDLE, TINY, workload, chip)
+    found = choose_layouts(pod_layout("4x4").mesh, MIDDLE, TINY, workload, chip)
     best = pass_seconds(found.draft, TINY, workload, chip)
     held = resident_bytes(found.target, MIDDLE, workload)
     for name in RULES:
-        layout = lying("4x4", name)
+        layout = pod_layout("4x4", name)
         if held + resident_bytes(layout, TINY, workload) < 0.95 * chip.memory_bytes:
             assert best <= pass_seconds(layout, TINY, workload, chip), name
 
 
 def test_where_nothing_fits_the_smallest_is_chosen() -> None:
-    lies = [lying("2x2", name) for name in ("tensor", "tensor_long", "tensor_whole")]
+    lies = [pod_layout("2x2", name) for name in ("tensor", "tensor_long", "tensor_whole")]
     lies.append(chosen("2x2", rows=2).target)
     held = [resident_bytes(layout, LARGE, Workload(rows=2)) for layout in lies]
     assert held[-1] == min(held)
@@ -109,7 +106,7 @@ def test_prompts_are_run_and_caches_have_room_as_in_the_engine(
     draft, *below = map(preset, drafts)
     given = {"draft": draft, "below": tuple(below), "rounds": rounds, "context": context}
     spec = dataclasses.replace(SPEC, **given, rows=rows, prompt_length=prompt_length)
-    layout = lying("8x8", rules)
+    layout = pod_layout("8x8", rules)
     models = [abstract_model(one, layout) for one in (spec.target, *spec.drafts)]
     engine = spec.engine(models, rounds)
     assert engine._capacity == spec.workload.capacity
@@ -213,7 +210,7 @@ SIZES = {"vocab_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, 
 CONFIG = LlamaConfig(**SIZES, embed_size=128, ffw_size=384, max_context=256)
 PARD, HEAD = dataclasses.replace(CONFIG, pard_token=3), preset("eagle3-llama-3.1-8b")
 WORKLOAD = Workload(rows=2, capacity=128)
-ONE = lying("1x1", "tensor")
+ONE = pod_layout("1x1", "tensor")
 
 
 def analysed_flops(model: Llama, tokens: int) -> float:
@@ -239,17 +236,17 @@ def test_operations_are_those_of_xla(tokens: int, multiplied: int, monkeypatch: 
 
 def test_bytes_are_every_parameter_and_the_cache() -> None:
     workloads = (Workload(rows=1, capacity=8192, matrices=one) for one in (None, INT8))
-    wide, int8 = (pass_work(lying("8"), MIDDLE, one, 1).num_bytes for one in workloads)
+    wide, int8 = (pass_work(ROW, MIDDLE, one, 1).num_bytes for one in workloads)
     embedding = 128_256 * 8192 * 2 / 8
     cache = 80 * 8192 * 8 * 128 * 2 * 2 / 8
-    held = layouts.parameter_bytes(lying("8"), MIDDLE)
+    held = layouts.parameter_bytes(ROW, MIDDLE)
     assert wide == pytest.approx(held - embedding + cache, rel=1e-3)
     assert int8 - cache == pytest.approx((wide - cache) / 2, rel=1e-2)
 
 
 @pytest.mark.parametrize("rules", ["tensor_whole", "tensor_long"])
 def test_what_a_mesh_splits_is_split(rules: str) -> None:
-    both = (ONE, lying("8x8", rules))
+    both = (ONE, pod_layout("8x8", rules))
     alone, split = (pass_work(layout, LARGE, WORKLOAD, 26).flops for layout in both)
     # Keys and values are projected in every column of y: 1 in 9 of attention's products.
     assert alone / 64 < split < 1.1 * alone / 64
@@ -308,7 +305,7 @@ def test_an_exchange_beyond_one_switch_passes_the_network_with_a_share() -> None
 
 
 def test_scores_that_do_not_stay_in_the_chip_are_written_and_read() -> None:
-    sizes = (lying("8"), MIDDLE, Workload(rows=1, capacity=8192))
+    sizes = (ROW, MIDDLE, Workload(rows=1, capacity=8192))
     a_token = 4 * 8192 * MIDDLE.num_heads / 8 * MIDDLE.num_layers  # in float32
     for tokens, times in ((26, 0), (1024, 2)):
         inside = pass_work(*sizes, tokens)

@@ -9,8 +9,7 @@ import pytest
 from engine_kinds import KINDS, finished, requests
 from random_pairs import SPECS, pair_engine
 
-from fly_jax import Engine, FlyJaxError, Margin, Request, RequestState
-from fly_jax.serving.async_engine import AsyncEngine, TokenStream
+from fly_jax import AsyncEngine, Engine, FlyJaxError, Margin, Request, RequestState, TokenStream
 
 
 @pytest.fixture(scope="module")

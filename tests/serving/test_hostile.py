@@ -30,7 +30,7 @@ from attacks import BODY, HALVES, HEALTH, SIZE, TEXT, Attack, connected, sent
 from launch_types import Patch
 from live_server import HEADERS, Stuck, limited, serving, started, stuck_service, until
 
-from fly_jax import FlyJaxError, Request, RequestState, Sampling
+from fly_jax import FlyJaxError, Lossy, Margin, Request, RequestState, Sampling
 from fly_jax.engine.slots import Prefix, Slots
 from fly_jax.launch.flags import Flags
 from fly_jax.launch.serve import ServeFlags, _limits
@@ -41,7 +41,6 @@ from fly_jax.serving.http.run import Connection, ServerFailed, address, bound, r
 from fly_jax.serving.http.service import Service
 from fly_jax.serving.lockstep import decoded, encoded
 from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Rule
-from fly_jax.verification.rules.loosened import Lossy, Margin
 
 _SECONDS, _MEBIBYTES = 0.5, 200  # of seven seconds, and of up to two gibibytes
 

@@ -11,28 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import layout_on
+from golden import layout_on, pod_layout
 from jax._src.clusters import cloud_tpu_cluster
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from launch_types import Patch
 from refusals import assert_refused
 
-from fly_jax.errors import FlyJaxError
+from fly_jax import FlyJaxError, preset
 from fly_jax.models.architectures import ParameterSpec, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.presets import preset
-from fly_jax.planning.plan_spec import abstract_mesh
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import ProcessInfo, broadcast, detect_process, gather, joint_errors
-from fly_jax.sharding.rules import RULES, Layout
 
 BOTH = ("x", "y")
-
-
-def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
-    """A layout on more devices than there are here; it places nothing, but tells where."""
-    return Layout(abstract_mesh(parse_mesh(mesh)), RULES[rules])
 
 
 def test_405b_on_64_devices() -> None:

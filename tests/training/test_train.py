@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train as embedded_pair
+from golden import FIXTURES
 from launch_types import Folders, Patch, Ran
 from random_pairs import SPECS, batch_engine
 from safetensors import safe_open
@@ -27,18 +28,9 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.training import expectations, heads
-from fly_jax.training.expectations import (
-    Document,
-    Expected,
-    batches,
-    continued,
-    expected,
-    frequent_tokens,
-    laid_out,
-)
+from fly_jax.training.expectations import Document, Expected, batches, continued, expected, laid_out
 from fly_jax.training.trainer import Recipe, Row, steps_done, train
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYERS = heads.layers_read(CONFIG.num_layers)
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
 # What one of the two heads has and the other one has not.
@@ -154,14 +146,14 @@ def test_a_head_begins_alike_where_a_teachers_integers_are_unsigned(
         monkeypatch.setattr(llama, "multiplies_unsigned", lambda known=is_unsigned: known)
         teacher = load_llama(tiny_pair[0], int8=True).unstacked()
         known = np.arange(5, 40, dtype=np.int32)
-        begun.append(heads.beginning("eagle3", teacher, known, layers=LAYERS, num_layers=2)[1])
+        begun.append(heads.beginning("eagle3", teacher, known, num_layers=2)[1])
     jax.tree.map(np.testing.assert_array_equal, *begun)
 
 
 def test_the_most_frequent_tokens_are_known() -> None:
-    known, share = frequent_tokens(heard(), 12, 3)
+    known, share = expectations.frequent_tokens(heard(), 12, 3)
     assert (known.tolist(), share) == ([3, 4, 9], 1.0)  # 9 is in prompts, more often than 8
-    known, share = frequent_tokens(heard(), 12, 1)
+    known, share = expectations.frequent_tokens(heard(), 12, 1)
     assert (known.tolist(), share) == ([3], pytest.approx(4 / 6))
 
 
@@ -240,7 +232,7 @@ def test_a_head_is_written_as_speculators_reads_it(
     model: Llama, tmp_path: Path, kind: str, fixture: str, beside: set[str]
 ) -> None:
     known = np.arange(5, 40, dtype=np.int32)
-    own, start = heads.beginning(kind, model, known, layers=LAYERS, num_layers=2)
+    own, start = heads.beginning(kind, model, known, num_layers=2)
     save_hf(Llama(own, start.trained | start.frozen), tmp_path, jnp.float32)
     folders = (FIXTURES / fixture, tmp_path)
     theirs, ours = (json.loads((one / "config.json").read_text()) for one in folders)

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import assert_refused
 
+from fly_jax import Entropy, Layout, Needs, Sampling, ShardingRules, evidence
 from fly_jax.planning.hlo import exchanges
-from fly_jax.sharding.rules import Layout, ShardingRules
-from fly_jax.verification.evidence import Entropy, Needs, evidence
 from fly_jax.verification.reductions import one_by_one, vocab_argmax
-from fly_jax.verification.sampling import Sampling
 
 ROWS, VOCAB = 4, 7
 MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]

@@ -11,12 +11,8 @@ import pytest
 from random_pairs import PROMPTS, SPECS, pair_engine
 from refusals import assert_refused, sentence
 
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Generation
-from fly_jax.errors import FlyJaxError
+from fly_jax import Csd, Engine, Exact, FlyJaxError, Generation, Rule, Why
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
-from fly_jax.verification.rules import Exact, Rule, Why
-from fly_jax.verification.rules.loosened import Csd
 
 look_up = jax.jit(is_remembered)
 

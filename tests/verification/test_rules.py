@@ -18,23 +18,11 @@ from hypothesis import strategies as st
 from oracle import Alternative
 from refusals import assert_refused
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.errors import FlyJaxError
+from fly_jax import Budget, CorrectionMemory, DecodingConfig, FlyJaxError
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
 from fly_jax.parameters import parameters_of
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
-from fly_jax.verification.rules import (
-    Budget,
-    Exact,
-    Fly,
-    Loose,
-    Rule,
-    RuleState,
-    Verdict,
-    Why,
-    accept,
-)
+from fly_jax.verification.rules import Exact, Fly, Loose, Rule, RuleState, Verdict, Why, accept
 from fly_jax.verification.rules.loosened import Csd, Lenience, Lossy, Margin, Typical, rule_names
 from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import verify

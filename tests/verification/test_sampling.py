@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from refusals import assert_refused
 
+from fly_jax import Exact, Fly, Sampling, Why, accept, evidence, sample, sample_at
 from fly_jax.planning.hlo import Exchange, exchanges
-from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import Exact, Fly, Why, accept
-from fly_jax.verification.sampling import Sampling, processed_log_probs, sample, sample_at
+from fly_jax.verification.sampling import processed_log_probs
 
 SETTINGS = [
     Sampling(),

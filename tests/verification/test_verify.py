@@ -19,20 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import assert_refused
 
-from fly_jax.sharding.rules import Layout, ShardingRules
-from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import (
-    Budget,
-    Exact,
-    Fly,
-    Loose,
-    Rule,
-    Verdict,
-    Why,
-    accept,
-    per_row,
-)
+from fly_jax import Budget, CorrectionMemory, Layout, ShardingRules, evidence
+from fly_jax.verification.rules import Exact, Fly, Loose, Rule, Verdict, Why, accept, per_row
 from fly_jax.verification.rules.loosened import Csd, Lenience, Lossy, Margin, Typical
 from fly_jax.verification.sampling import Sampling, sample_at, sampling_per_row
 from fly_jax.verification.verify import truncated, verify, verify_flat

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from fly_jax.decoding.drafters.lookup import Lookup, look_up
+from fly_jax.verification.verify import flat_places
 
 
 class TargetStep(NamedTuple):
@@ -48,7 +49,7 @@ def context_of(step: TargetStep, *, max_length: int) -> Context:
     is_live = jnp.arange(num_rows) < step.num_requests
     kept = step.starts[1:] - step.starts[:-1] - step.num_rejected
     counts = jnp.where(is_live, kept + 1, 0)
-    starts, row, place = _flat(counts, step.tokens.shape[0] + num_rows)
+    starts, row, place = flat_places(counts, step.tokens.shape[0] + num_rows)
     source = jnp.minimum(step.starts[row] + place, step.tokens.shape[0] - 1)
     tokens = jnp.where(place == kept[row], step.next_token[row], step.tokens[source])
     positions = step.positions[jnp.minimum(step.starts[row], step.tokens.shape[0] - 1)] + place
@@ -62,16 +63,6 @@ def context_of(step: TargetStep, *, max_length: int) -> Context:
         last=jnp.maximum(starts[1:] - 1, 0),
         distribution=jnp.concatenate([zero, zero, step.num_requests]).astype(jnp.int32),
     )
-
-
-def _flat(
-    counts: Int[Array, " requests"], size: int
-) -> tuple[Int32[Array, " requests+1"], Int[Array, " size"], Int[Array, " size"]]:
-    """The begins of `counts` tokens of each request, and the request and place of each token."""
-    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
-    flat = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), len(counts) - 1)
-    return starts, row, flat - starts[row]
 
 
 def decoding_step(
@@ -139,7 +130,7 @@ def feed(
     first = length + jnp.minimum(num_drafted, num_speculative_tokens - 1) - 1
     last = jnp.take_along_axis(text, first[:, None], axis=1)
     tokens = jnp.concatenate([last, proposed], axis=1)
-    starts, row, place = _flat(counts, num_rows * width)
+    starts, row, place = flat_places(counts, num_rows * width)
     place = jnp.minimum(place, width - 1)
     return Pass(
         tokens[row, place].astype(jnp.int32),

@@ -6,7 +6,6 @@ or 8-bit floats, less a zero point, times the scale of their group.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -34,22 +33,8 @@ class StoredPart:
     is_optional: bool = False
 
 
-class Packing(abc.ABC):
-    """A way to store a matrix of [outputs, inputs]; equal for checkpoints stored alike."""
-
-    name: str
-
-    @abc.abstractmethod
-    def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
-        """The tensors of a matrix by the ends of their names; else FlyJaxError for its sizes."""
-
-    @abc.abstractmethod
-    def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
-        """Widens the matrix to float32, from its tensors; runs under `jit`."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Scaled(Packing):
+class Scaled:
     """A packing of 8-bit floats or integers, with a scale for each matrix, output, or block.
 
     DeepSeek's `fp8`, Meta's `fbgemm_fp8`, and `compressed-tensors`.
@@ -82,7 +67,7 @@ class Scaled(Packing):
 
 
 @dataclasses.dataclass(frozen=True)
-class Awq(Packing):
+class Awq:
     """The packing of AWQ's "gemm": 4-bit integers with zero points, eight outputs in one int32."""
 
     group: int
@@ -110,7 +95,7 @@ class Awq(Packing):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gptq(Packing):
+class Gptq:
     """The packing of GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several in one int32."""
 
     bits: int
@@ -142,7 +127,7 @@ class Gptq(Packing):
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(Packing):
+class Packed:
     """The "pack-quantized" of `compressed-tensors`: 4 or 8 bits, several inputs in one int32."""
 
     bits: int
@@ -201,6 +186,11 @@ def _whole(size: int, of: int, name: str) -> int:
             "or columns, which is no multiple: give weights and config.json of the same model."
         )
     return number
+
+
+# A way to store a matrix of [outputs, inputs]; equal for checkpoints stored alike. `parts` are its
+# tensors by the ends of their names, and `widened` makes a float32 matrix of them under `jit`.
+Packing = Scaled | Awq | Gptq | Packed
 
 
 def read_packing(said: Mapping[str, Any], source: str) -> Packing:

@@ -170,10 +170,9 @@ def _begin(output: Path, wanted: converted.Record) -> bool:
 def _left(output: Path, config: LlamaConfig) -> list[Group]:
     """The groups that are not written yet; what an interrupted write has left is removed."""
     known = {converted.group_folder(output, group): group for group in groups(config)}
-    if known:
-        for path in next(iter(known)).parent.glob("*"):
-            if path not in known:
-                shutil.rmtree(path)
+    for path in next(iter(known)).parent.glob("*"):
+        if path not in known:
+            shutil.rmtree(path)
     return [group for path, group in known.items() if not path.is_dir()]
 
 

@@ -50,8 +50,7 @@ class Service:
         self.created = int(time.time())
         self._open: set[ResponseStream] = set()
         self.num_open = 0
-        cached = functools.lru_cache(_KEPT_PATTERNS)
-        self._protected = cached(lambda patterns: pair.protected_token_ids(patterns))
+        self._protected = functools.lru_cache(_KEPT_PATTERNS)(pair.protected_token_ids)
         spec = engine.engine.spec
         self.num_speculative_tokens = spec.static.num_speculative_tokens
         entropy = spec.static.needs(spec.rule).entropy

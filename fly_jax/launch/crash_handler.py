@@ -122,12 +122,5 @@ def lost_processes(native: str) -> set[int]:
 installed: CrashHandler | None = None
 
 
-def install(process: ProcessInfo, timeout: int) -> CrashHandler:
-    """Installs a handler for the end of this process, which must be one of several."""
-    global installed
-    installed = CrashHandler(process, timeout)
-    return installed
-
-
 def _as(stream: TextIO, descriptor: int) -> TextIO:
     return os.fdopen(descriptor, "w", 1, encoding=stream.encoding, errors=stream.errors)

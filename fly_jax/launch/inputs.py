@@ -377,7 +377,7 @@ def distributed_session(values: ProcessFlags) -> Iterator[None]:
     if process is None:
         yield
         return
-    handler = crash_handler.install(process, timeout)
+    handler = crash_handler.installed = crash_handler.CrashHandler(process, timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
     handler.hosts = processes.initialize(process, timeout=timeout)

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_figures(path: Path) -> None:
     assert "' big'" in shown
     assert "' Ada'" not in shown
     assert "and 1 more" in shown
-    assert json.loads(json.dumps(dataclasses.asdict(summary)))["rescues_per_100_tokens"] == 18.75
+    assert json.loads(json.dumps(asdict(summary)))["rescues_per_100_tokens"] == 18.75
 
 
 def test_classes() -> None:

@@ -255,7 +255,8 @@ def test_what_is_wrong_on_one_of_them(
     """It ends them all with the same sentence: the other one hears what this one has said."""
     wrong, words = WRONG[flag]
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
-    monkeypatch.setattr(crash_handler, "install", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(crash_handler, "installed", None)
+    monkeypatch.setattr(crash_handler, "CrashHandler", lambda *_: SimpleNamespace(shutdown=int))
 
     def sentence(process: int, heard: Mapping[str, str], *flags: str) -> tuple[str, dict[str, str]]:
         service = Service(heard)

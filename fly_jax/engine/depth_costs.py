@@ -110,7 +110,8 @@ class DepthCosts:
             lowest = np.minimum.reduce([self._found[other] for other in others])
             lowered = lowest < self._found[one]
             if one == program or lowered.any():
-                corrected, self._found[one] = self._seconds.get(one, lowest), lowest
+                corrected: np.ndarray = self._seconds.get(one, lowest)
+                self._found[one] = lowest
                 self._split(one)
                 if one != program:
                     self._seconds[one] = np.where(lowered, self._seconds[one], corrected)

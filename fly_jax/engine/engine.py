@@ -499,10 +499,7 @@ class Engine:
         return state
 
     def _row_read(self, prompt: list[int], lacks: int = 0) -> DecodeState:
-        """A row whose prompt counts as read: what caches hold changes no time.
-
-        All but the target lack so many tokens of it.
-        """
+        """A row of which all but the target lack so many tokens: what is read changes no time."""
         row = self._prefill.rows([RequestState(Request(prompt, self.max_length), self._own)], 1)
         read = len(prompt) - 1 - lacks
         known = map_caches(lambda one: one.with_length(one.length + read), row.drafter)

@@ -107,11 +107,10 @@ class DepthCosts:
         for one in self._found:
             others = [other for other in self._found if np.all(np.less_equal(one, other))]
             self._behind[one] = min(self._behind[other] for other in others)
-            lowest = np.minimum.reduce([self._found[other] for other in others])
+            lowest: np.ndarray = np.minimum.reduce([self._found[other] for other in others])
             lowered = lowest < self._found[one]
             if one == program or lowered.any():
-                corrected: np.ndarray = self._seconds.get(one, lowest)
-                self._found[one] = lowest
+                corrected, self._found[one] = self._seconds.get(one, lowest), lowest
                 self._split(one)
                 if one != program:
                     self._seconds[one] = np.where(lowered, self._seconds[one], corrected)

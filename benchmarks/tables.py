@@ -17,17 +17,13 @@ TARGET_ALONE = "autoregressive"
 ROOT = Path(__file__).parents[1]
 # What the files of bench were measured on, and those of evaluate.
 _REAL_PAIR = {
-    "qwen/code_draft": "HumanEval, the 0.5B drafts",
-    "qwen/code_auto": "HumanEval, the 0.5B drafts, K is chosen",
     "qwen/code_lookup": "HumanEval, the lookup drafts alone",
-    "qwen/code_short": "HumanEval, the 0.5B drafts three tokens",
-    "qwen/spec_short": "Spec-Bench, the 0.5B drafts three tokens, or K is chosen",
-    "qwen/spec_lookup_auto": "Spec-Bench, the lookup drafts alone, K is chosen",
-    "qwen/spec_lookup_more": "Spec-Bench, every 20th question, the lookup drafts alone",
-    "qwen/spec_auto": "Spec-Bench, the 0.5B drafts, K is chosen",
-    "qwen/spec_margin": "Spec-Bench, the 0.5B drafts, wider margins",
-    "qwen/spec_draft": "Spec-Bench, the 0.5B drafts more",
+    "qwen/code_draft": "HumanEval, the 0.5B drafts",
     "qwen/spec_lookup": "Spec-Bench, the lookup drafts alone",
+    "qwen/spec_lookup_more": "Spec-Bench, every 20th question, the lookup drafts alone",
+    "qwen/spec_draft": "Spec-Bench, the 0.5B drafts",
+    "qwen/spec_margin": "Spec-Bench, the 0.5B drafts, wider margins",
+    "qwen/spec_published": "Spec-Bench, the 0.5B drafts, FLy as published",
     "h100/draft": "A GPU, HumanEval and Spec-Bench, the 0.5B drafts",
     "h100/lookup": "A GPU, HumanEval and Spec-Bench, the lookup drafts alone",
 }
@@ -162,9 +158,9 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
     kept = fly["quality"]["problems"]
     slow = next(row for row in library if row["decoding"].startswith("fly"))
     gain = _fastest(_read("smollm2/lookup"), "exact")["speed_up"]
-    code, drafted_code = _read("qwen/code_lookup"), _read("qwen/code_auto")
+    code, drafted_code = _read("qwen/code_lookup"), _read("qwen/code_draft")
     long_answers, short_answers = (
-        _fastest(_read(f"qwen/spec_lookup_{one}"), "exact")["speed_up"] for one in ("more", "auto")
+        _fastest(_read(f"qwen/spec_lookup{one}"), "exact")["speed_up"] for one in ("_more", "")
     )
     on_code, plain = _fastest(code, "exact"), code["decodings"][TARGET_ALONE]
     gpu, drafted = _read("h100/lookup"), _read("h100/draft")

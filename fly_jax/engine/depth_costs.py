@@ -26,9 +26,9 @@ _FIRST_TOKENS, _FADING = 32.0, 0.02
 # drafts the likeliest go on with less.
 _LEAST_KEPT, _LEAST_RATED_KEPT = 0.5, 0.2
 # Before anything is known: the draft tokens that rows keep, of those usually hoped for, and the
-# share of the draft model's passes that a level below leaves of those behind the first one, for
-# which it proposes nothing. Else nobody would find out.
-_FIRST_KEPT, _HOPED_PASSES = 2.0, 0.5
+# share that a level below saves of the passes of the draft model that it could save. Else nobody
+# would find out.
+_FIRST_KEPT, _HOPED_SAVED = 2.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
@@ -65,11 +65,14 @@ class DepthCosts:
     """
 
     def __init__(
-        self, depths: Sequence[int], *, adapts: bool = False, rates_drafts: bool = False
+        self, depths: Sequence[int], *, below: int = 0, rates_drafts: bool = False
     ) -> None:
-        """Begins with nothing known, so that the largest K is taken; see `Drafter`."""
+        """Begins with nothing known, so that the largest K is taken; see `Drafter`.
+
+        A level `below` a draft model proposes so many tokens to it at a time.
+        """
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
-        self._adapts = adapts
+        self._below = below
         self._rated = rates_drafts  # each draft has a K of its own, and none is stayed with
         self._least_kept = _LEAST_RATED_KEPT if rates_drafts else _LEAST_KEPT
         self.current = self.num_speculative_tokens  # K of the last round that was read
@@ -80,7 +83,7 @@ class DepthCosts:
         self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
-        self._passes_run = _HOPED_PASSES if adapts else 1.0  # of those behind the first one
+        self._passes_saved = _HOPED_SAVED  # of those that all proposals from below would save
         self._drafts = np.full((2, len(self.depths)), _FIRST_TOKENS, np.float32)
         hoped = np.cumsum(HOPED_STRICT_RATE ** np.arange(self.num_speculative_tokens + 1)) - 1
         self._hoped = hoped[list(self.depths)]  # draft tokens that a row keeps of a round
@@ -238,9 +241,17 @@ class DepthCosts:
 
     def _with_draft(self, program: Program, seconds: np.ndarray) -> np.ndarray:
         """The seconds of a round of each depth, with the draft model's passes as they are now."""
-        passes = np.minimum(self._num_passes, 1)
-        passes = passes + self._passes_run * (self._num_passes - passes)
+        passes = self._num_passes - self._passes_saved * self._could_save
         return np.asarray(seconds + self._pass_seconds[program] * passes)
+
+    @property
+    def _could_save(self) -> np.ndarray:
+        """The passes of each depth that a level below saves if all it proposes is taken.
+
+        To the first pass it proposes nothing, and each of the others also gives a token of its own.
+        """
+        later = np.maximum(self._num_passes - 1, 0)
+        return later - np.ceil(later / (1 + self._below))
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""
@@ -258,11 +269,12 @@ class DepthCosts:
         at = self.depths.index(drafted[0].depth)
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
         usual = self._num_passes[at] or num_passes
-        if self._adapts and usual <= 1:  # which show nothing of what is below
-            self._passes_run += _FADING * (_HOPED_PASSES - self._passes_run)
-        elif usual > 1 and num_passes <= usual:  # others took in what the draft model lacked
-            now = (num_passes - 1) / (usual - 1)
-            self._passes_run += _WEIGHT * (now - self._passes_run)
+        could_save = self._could_save[at]
+        if not could_save:  # which shows nothing of what is below
+            self._passes_saved += _FADING * (_HOPED_SAVED - self._passes_saved)
+        elif num_passes <= usual:  # others took in what the draft model lacked
+            now = (usual - num_passes) / could_save
+            self._passes_saved += _WEIGHT * (min(now, 1.0) - self._passes_saved)
         is_one = num_passes <= usual and len(drafted) == len(rounds)
         is_one &= last == self.current or self._rated
         # A shorter draft than was asked for takes a narrower pass.

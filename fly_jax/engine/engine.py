@@ -19,7 +19,7 @@ from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.decoding.depth import FORESEEN_TOKENS, AcceptanceStats
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
+from fly_jax.decoding.drafters.model import CATCH_UP_AFTER, DraftModel
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs, compiled, shape_of
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
@@ -173,9 +173,10 @@ class Engine:
         self.prefill_seconds = 0.0
         self.costs = None
         if spec.static.depths:
-            adapts = self.drafter is not None and self.drafter.adapts
+            below = self.drafter.below if isinstance(self.drafter, DraftModel) else None
+            size = 0 if below is None else below.num_speculative_tokens
             rated = self.drafter is not None and self.drafter.rates_drafts
-            self.costs = DepthCosts(spec.static.depths, adapts=adapts, rates_drafts=rated)
+            self.costs = DepthCosts(spec.static.depths, below=size, rates_drafts=rated)
         self._load_may_change_text = load_may_change_text
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch

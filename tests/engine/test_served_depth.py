@@ -217,21 +217,21 @@ def test_drafts_of_little_hope_fade_slowly() -> None:
 
 def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
     """With a lookup below the draft model, where the text repeats itself."""
-    costs = Learnt(1.0, 3.0, 5.5, num_passes=[0, 2, 4])
-    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=2)])
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 5.5])
-    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=1)] * 2, 2 * 2.0, times=60)
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 2.5], rtol=0.01)
+    costs = Learnt(1.0, 4.0, 8.0, num_passes=[0, 3, 7], below=1)  # of 3 passes 1 is saved, of 7 3
+    np.testing.assert_allclose(costs.after([])[0], [1.0, 3.5, 0.95 * 6.5])  # half of that is hoped
+    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=3)], times=60)
+    np.testing.assert_allclose(seconds, [1.0, 0.95 * 4.0, 8.0], rtol=0.01)
+    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=2)] * 2, 2 * 3.0, times=60)
+    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 5.0], rtol=0.01)
 
 
-def test_a_round_of_one_pass_says_nothing_of_the_level_below() -> None:
-    """So of those behind the first half are hoped to be left, at first and again after long."""
-    costs = Learnt(1.0, 2.0, 5.0, num_passes=[0, 1, 4], adapts=True)
-    np.testing.assert_allclose(costs.after([])[0], [1.0, 2.0, 0.95 * 3.5])
-    seconds, *_ = costs.after([Round(4, 1, 1.0, num_passes=4)], times=60)
-    np.testing.assert_allclose(seconds, [1.0, 2.0, 0.95 * 5.0], rtol=0.01)
-    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=1)], times=400)
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.5], rtol=0.01)
+def test_a_round_whose_passes_cannot_be_fewer_says_nothing_of_the_level_below() -> None:
+    """So half of the passes that it could save are hoped to be saved, again after long."""
+    costs = Learnt(1.0, 3.0, 8.0, num_passes=[0, 2, 7], below=1)
+    seconds, *_ = costs.after([Round(4, 1, 1.0, num_passes=7)], times=60)
+    np.testing.assert_allclose(seconds, [1.0, 3.0, 0.95 * 8.0], rtol=0.01)
+    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=2)], times=400)
+    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 6.5], rtol=0.01)
 
 
 def test_rounds_that_take_less_than_their_drafts_were_timed_stay_positive() -> None:

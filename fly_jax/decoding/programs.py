@@ -153,9 +153,9 @@ class Programs:
         layout = self._shapes.layout
         return layout is not None and layout.mesh.is_multi_process
 
-    def agreed(self, decision: bool) -> bool:
+    def agreed(self, decision: Any) -> Any:
         """Gives process 0's decision, where the mesh has devices of several."""
-        return bool(broadcast(bool(decision))) if self.spans_processes else decision
+        return broadcast(decision) if self.spans_processes else decision
 
     def put(self, value: np.ndarray) -> Array:
         """Puts a host array on every device of the programs, explicitly."""

@@ -36,6 +36,7 @@ _LEAST_GAIN = 0.05
 _TIMINGS, _LONG = 3, 0.7
 
 Program = tuple[int, int]
+ByDepth = Sequence[float]
 
 
 class Round(NamedTuple):
@@ -64,23 +65,20 @@ class DepthCosts:
     read, `num_rounds` has the number by K.
     """
 
-    def __init__(
-        self, depths: Sequence[int], *, below: int = 0, rates_drafts: bool = False
-    ) -> None:
-        """Begins with nothing known, so that the largest K is taken; see `Drafter`.
+    def __init__(self, depths: Sequence[int], *, below: int = 0, rated: bool = False) -> None:
+        """Begins with nothing known, so that the largest K is taken.
 
-        A level `below` a draft model proposes so many tokens to it at a time.
+        A lookup `below` a draft model gives it so many tokens; `rated`: `Drafter.rates_drafts`.
         """
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self._below = below
-        self._rated = rates_drafts  # each draft has a K of its own, and none is stayed with
-        self._least_kept = _LEAST_RATED_KEPT if rates_drafts else _LEAST_KEPT
+        self._rated = rated  # each draft has a K of its own, and none is stayed with
+        self._least_kept = _LEAST_RATED_KEPT if rated else _LEAST_KEPT
         self.current = self.num_speculative_tokens  # K of the last round that was read
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._found: dict[Program, np.ndarray] = {}  # the seconds that were timed
-        self._behind: dict[Program, float] = {}  # of a pass that takes in what is lacking
+        self._lacking: dict[Program, float] = {}  # of a round of the least K; see `learn`
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
-        self._timed: dict[Program, np.ndarray] = {}  # the same, as they were before any request
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
         self._passes_saved = _HOPED_SAVED  # of those that all proposals from below would save
@@ -91,44 +89,36 @@ class DepthCosts:
         self.read_seconds = 0.0  # that a draft model takes for a token of a prompt
 
     def learn(
-        self,
-        program: Program,
-        seconds: Sequence[float],
-        num_passes: Sequence[float] = (),
-        behind: float = 0.0,
+        self, program: Program, seconds: ByDepth, num_passes: ByDepth = (), lacking: float = 0.0
     ) -> None:
         """Takes the seconds of a round of each depth, and the draft model's passes in it.
 
         The target's pass over the fewest draft tokens is taken to be as long as over none. Nothing
         is taken to be longer than with more rows or positions: the machine may have been slow just
-        then. `behind` are the seconds of a pass in which the draft model takes in what it lacks.
+        then. `lacking` are the seconds of a round of the least K with a pass for what it lacked.
         """
         self._found[program] = np.asarray(seconds, np.float32)
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
-        self._behind[program] = behind
+        self._lacking[program] = lacking
         for one in self._found:
             others = [other for other in self._found if np.all(np.less_equal(one, other))]
-            self._behind[one] = min(self._behind[other] for other in others)
+            self._lacking[one] = min(self._lacking[other] for other in others)
             lowest: np.ndarray = np.minimum.reduce([self._found[other] for other in others])
-            lowered = lowest < self._found[one]
-            if one == program or lowered.any():
-                corrected, self._found[one] = self._seconds.get(one, lowest), lowest
-                self._split(one)
-                if one != program:
-                    self._seconds[one] = np.where(lowered, self._seconds[one], corrected)
+            if one == program or np.any(lowest < self._found[one]):
+                self._found[one] = lowest
+                self._seconds[one], self._pass_seconds[one] = self._divided(lowest)
 
-    def _split(self, program: Program) -> None:
-        """Divides the seconds that were found between the target's pass and the draft model's."""
-        found, each = self._found[program], 0.0
+    def _divided(self, found: np.ndarray) -> tuple[np.ndarray, float]:
+        """Divides the seconds of rounds into those of the target's pass and a pass of the draft."""
+        each = 0.0
         if self._num_passes.any():
             # A first pass is wider than those after it, which are most of a long draft.
-            enough = min(2.0, float(self._num_passes.max()))
-            at = int(np.flatnonzero(self._num_passes >= enough)[0])
-            each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
+            enough = self._num_passes >= min(2.0, float(self._num_passes.max()))
+            slopes = (found - found[0])[enough] / self._num_passes[enough]
+            each = max(float(slopes.min()), 0.0)
             found = np.maximum(found - each * self._num_passes, found[0])
-        self._pass_seconds[program] = each
-        self._seconds[program], self._timed[program] = found.copy(), found
+        return found.copy(), each
 
     def measure(
         self,
@@ -145,7 +135,7 @@ class DepthCosts:
         `lacking`, of whose text a draft model that rests has not seen all.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
-        num_passes, behind = dict.fromkeys(self.depths, 0.0), 0.0
+        num_passes, lacks = dict.fromkeys(self.depths, 0.0), 0.0
         assert attended is not None
 
         def run(row: DecodeState, depth: int) -> tuple[list[Round], float]:
@@ -166,22 +156,21 @@ class DepthCosts:
             hopeless = depth > 0 and found[depth] > (1 + depth) * min(found.values())
             if turn > 1 and programs.agreed(hopeless or found[depth] > _LONG):
                 continue
-            rounds, seconds = run(one, depth)
-            drafted = [one for one in rounds if one.is_drafted]
+            ran, seconds = run(one, depth)
+            drafted = [one for one in ran if one.is_drafted]
             if depth and drafted:  # those behind it for which a lookup found nothing are plain ones
-                plain = len(rounds) - len(drafted)
-                seconds -= min(found.get(0, 0.0), seconds / len(rounds)) * plain
-                rounds = drafted
-            found[depth] = min(found[depth], seconds / len(rounds))
-            num_passes[depth] = sum(one.num_passes for one in rounds) / len(rounds)
+                seconds -= min(found.get(0, 0.0), seconds / len(ran)) * (len(ran) - len(drafted))
+                ran = drafted
+            found[depth] = min(found[depth], seconds / len(ran))
+            num_passes[depth] = sum(one.num_passes for one in ran) / len(ran)
         if lacking is not None:
             depth = next(depth for depth in self.depths if depth)
-            rounds, seconds = min((run(lacking, depth) for _ in range(2)), key=lambda one: one[1])
-            more = sum(one.num_passes for one in rounds) - num_passes[depth] * len(rounds)
-            behind = max(seconds - found[depth] * len(rounds), 0.0) / max(more, 1)
+            ran, seconds = min((run(lacking, depth) for _ in range(2)), key=lambda one: one[1])
+            more = sum(one.num_passes for one in ran) - num_passes[depth] * len(ran)
+            lacks = found[depth] + max(seconds - found[depth] * len(ran), 0.0) / max(more, 1)
         for row in range(rows):
             state = programs.release(state.attending(None), row)
-        self.learn((rows, attended), list(found.values()), list(num_passes.values()), behind)
+        self.learn((rows, attended), list(found.values()), list(num_passes.values()), lacks)
         return state
 
     def measure_reading(
@@ -206,7 +195,8 @@ class DepthCosts:
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
-        behind = max(self._pass_seconds[program], self._behind[program]) * np.sign(self.depths)
+        behind = self._lacking[program] - self._found[program][int(self.depths[0] == 0)]
+        behind = max(self._pass_seconds[program], behind) * np.sign(self.depths)
         known = self._with_draft(program, known)
         # Fewer draft tokens take no longer, whatever has been timed.
         known = np.minimum.accumulate(known[::-1])[::-1]
@@ -231,7 +221,7 @@ class DepthCosts:
             return True
         program = min(programs)
         # As all depths were timed: of those that run the seconds may have risen since, alone.
-        timed = self._with_draft(program, self._timed[program])
+        timed = self._with_draft(program, self._divided(self._found[program])[0])
         kept = np.minimum(self.kept_of_hoped * self._hoped, self.depths)
         each = timed / (num_live * (1 + kept))
         pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
@@ -269,8 +259,7 @@ class DepthCosts:
         at = self.depths.index(drafted[0].depth)
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
         usual = self._num_passes[at] or num_passes
-        could_save = self._could_save[at]
-        if not could_save:  # which shows nothing of what is below
+        if not (could_save := self._could_save[at]):  # which shows nothing of what is below
             self._passes_saved += _FADING * (_HOPED_SAVED - self._passes_saved)
         elif num_passes <= usual:  # others took in what the draft model lacked
             now = (usual - num_passes) / could_save

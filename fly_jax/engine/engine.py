@@ -52,7 +52,6 @@ from fly_jax.engine.slots import (
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import Tokenizer
-from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule
 
@@ -174,9 +173,9 @@ class Engine:
         self.costs = None
         if spec.static.depths:
             below = self.drafter.below if isinstance(self.drafter, DraftModel) else None
-            size = 0 if below is None else below.num_speculative_tokens
+            size = below.num_speculative_tokens if isinstance(below, Lookup) else 0
             rated = self.drafter is not None and self.drafter.rates_drafts
-            self.costs = DepthCosts(spec.static.depths, below=size, rates_drafts=rated)
+            self.costs = DepthCosts(spec.static.depths, below=size, rated=rated)
         self._load_may_change_text = load_may_change_text
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch
@@ -596,8 +595,7 @@ class Engine:
             # As for all that will be decoded: while requests wait, a longer round delays them.
             soon, _ = self._soon(len(self._prefill.group))
             costs = self.costs.next((max(rows, soon), attended), may_vary=may_vary)
-            if self._programs.spans_processes:  # which must all choose the same
-                costs = np.asarray(broadcast(costs.tolist()), np.float32)
+            costs = np.asarray(self._programs.agreed(costs.tolist()), np.float32)
             state = state.choosing(self._programs.put(costs))
         state, output = self._programs.run(state, self._inputs(sampled=samples), rows)
         self._state = state.attending(None)

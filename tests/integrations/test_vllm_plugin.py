@@ -18,15 +18,10 @@ import pydantic
 import pytest
 
 from fly_jax import Budget, Exact, Fly, FlyJaxError, Margin, Sampling, per_row
-from fly_jax.integrations.vllm_tpu import plugin
+from fly_jax.integrations.vllm_tpu import plugin, startup
 from fly_jax.integrations.vllm_tpu.hooks import HOOKS, PACKAGES, PLATFORM, TRIED, root
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
-from fly_jax.integrations.vllm_tpu.startup import (
-    StartRefusedError,
-    asked_for,
-    decoding_config,
-    request_rule,
-)
+from fly_jax.integrations.vllm_tpu.startup import StartRefusedError, asked_for, decoding_config
 
 
 def test_what_is_asked_for_and_by_which_names() -> None:
@@ -54,7 +49,7 @@ def test_what_is_asked_for_and_by_which_names() -> None:
     }  # fmt: skip
     config = decoding_config(asked_for(given, {}) or {}, 15)
     assert config.to_rule() == Fly(0.5, 4, entropy_top_k=5)
-    assert request_rule(config, {"fly_window_size": 3}, 0.0) == Fly(0.5, 3, entropy_top_k=5)
+    assert startup.request_rule(config, {"fly_window_size": 3}, 0.0) == Fly(0.5, 3, entropy_top_k=5)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +75,10 @@ def test_a_wrong_setting_is_one_sentence(given: Any, words: str) -> None:
 
 def test_a_request_may_have_other_numbers_or_decode_exactly() -> None:
     config = decoding_config({"rule": "fly"}, 15)
-    assert request_rule(config, None, 0.0) == Fly()
-    assert request_rule(config, {"rule": "exact"}, 0.0) == Exact()
+    assert startup.request_rule(config, None, 0.0) == Fly()
+    assert startup.request_rule(config, {"rule": "exact"}, 0.0) == Exact()
     for given in ({"entropy_threshold": 0.7}, '{"entropy_threshold": 0.7}'):
-        assert request_rule(config, given, 1.0) == Fly(0.7)
+        assert startup.request_rule(config, given, 1.0) == Fly(0.7)
     for override, words in (
         ({"rule": "margin"}, "other conditions"),
         ({"risk_budget": 1.0}, "other conditions"),
@@ -98,10 +93,10 @@ def test_a_request_may_have_other_numbers_or_decode_exactly() -> None:
         ("exact", "give an object"),
     ):
         with pytest.raises(FlyJaxError, match=words):
-            request_rule(config, override, 0.0)
+            startup.request_rule(config, override, 0.0)
     csd = decoding_config({"rule": "csd | fly"}, 15)  # with which sampling ones decode exactly
-    assert request_rule(csd, None, 0.7) == Exact()
-    assert request_rule(csd, None, 0.0) == csd.to_rule()
+    assert startup.request_rule(csd, None, 0.7) == Exact()
+    assert startup.request_rule(csd, None, 0.0) == csd.to_rule()
 
 
 Update = Callable[[Any], None]

@@ -97,10 +97,9 @@ class DepthCosts:
         is taken to be longer than with more rows or positions: the machine may have been slow just
         then. `lacking` are the seconds of a round of the least K with a pass for what it lacked.
         """
-        self._found[program] = np.asarray(seconds, np.float32)
+        self._found[program], self._lacking[program] = np.asarray(seconds, np.float32), lacking
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
-        self._lacking[program] = lacking
         for one in self._found:
             others = [other for other in self._found if np.all(np.less_equal(one, other))]
             self._lacking[one] = min(self._lacking[other] for other in others)
@@ -115,8 +114,7 @@ class DepthCosts:
         if self._num_passes.any():
             # A first pass is wider than those after it, which are most of a long draft.
             enough = self._num_passes >= min(2.0, float(self._num_passes.max()))
-            slopes = (found - found[0])[enough] / self._num_passes[enough]
-            each = max(float(slopes.min()), 0.0)
+            each = max(float(((found - found[0])[enough] / self._num_passes[enough]).min()), 0.0)
             found = np.maximum(found - each * self._num_passes, found[0])
         return found.copy(), each
 

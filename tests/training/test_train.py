@@ -196,7 +196,8 @@ def test_a_head_learns_its_teachers_text(
     folders: Folders, tmp_path: Path, kind: str, monkeypatch: Patch, ran: Ran
 ) -> None:
     """What the teacher said to three prompts is learned, and drafted as was foretold of one."""
-    monkeypatch.setattr(expectations, "ROW_LENGTH", 64)
+    for module in (expectations, heads):
+        monkeypatch.setattr(module, "ROW_LENGTH", 64)
     arguments = [
         "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
         f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",

@@ -213,21 +213,23 @@ def _measured(files: dict[str, str]) -> list[str]:
         found = _read(name)
         decodings, turns = found["decodings"], found["turns"]
         exact = _fastest(found, "exact")["tokens_per_second"]
+        has_whole = "whole_tokens_per_second" in decodings[TARGET_ALONE]  # older files lack it
         lines += [
             f"**{title}**: {found['prompts']} prompts, up to {found['max_new_tokens']} new tokens, "
             f"{turns} turn{'s' if turns > 1 else ''} ({_where(found)}; "
             f"[file](../benchmarks/results/{name}.json)):",
             "",
-            "| decoding | tokens/s | over plain | over tuned exact | first token | mean accepted "
-            "tokens | rescued per 100 |",
-            "|---|---|---|---|---|---|---|",
+            f"| decoding | tokens/s | over plain | over tuned exact{' | with prompts' * has_whole} "
+            "| first token | mean accepted tokens | rescued per 100 |",
+            f"|---|---|---|---|{'---|' * has_whole}---|---|---|",
         ]
         for way, one in decodings.items():
             spread = f" ± {one['deviation']:.1f}" if one["deviation"] is not None else ""
+            whole = f"| {one['whole_tokens_per_second']:.1f} " if has_whole else ""
             lines.append(
                 f"| {_shown(way)} | {one['tokens_per_second']:.1f}{spread} "
                 f"| {one['speed_up']:.2f}x | {one['tokens_per_second'] / exact:.2f}x "
-                f"| {one['first_token_seconds']:.2g} s | {one['mean_accepted_tokens']:.2f} "
+                f"{whole}| {one['first_token_seconds']:.2g} s | {one['mean_accepted_tokens']:.2f} "
                 f"| {one['rescued_per_100_tokens']:.1f} |"
             )
         lines.append("")

@@ -113,8 +113,7 @@ class DecodingConfig:
     the rules, `Budget`, `Lookup` and `Sampling` declare, such as `entropy_threshold`;
     `decoding_parameters` has all. They are the keys of a TOML config and, but for a few, the
     command line's flags. A `Sampling` and a `Lookup` may be given as `sampling` and `lookup`, in
-    place of their values. FlyJaxError for an unknown keyword, or values of which no decoding can be
-    made.
+    place of their values. FlyJaxError for an unknown keyword, or values that no decoding can have.
 
     Attributes:
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
@@ -297,8 +296,7 @@ class DecodingConfig:
         """The configs of a comparison: one token at a time, the lossless rule, the loosened one.
 
         The loosened one is FLy unless another was chosen; FLy as published, with this config's gate
-        and window, then goes before it. FLy is left out where it was not asked for and its window
-        does not fit.
+        and window, then goes before it, but not where its window does not fit.
         """
         lossless = "sampled" if self.sampling.temperature > 0 else "exact"
         given = self.replace(temperature=self.sampling.temperature)

@@ -36,8 +36,7 @@ def generate(
     refuses.
 
     Args:
-      config: how, but for what is given below; None for `default_config`, which the command line
-        takes too.
+      config: how, but for what is given below; None for `default_config`, as on the command line.
       memory: a memory of corrections, which learns, or the file that holds one.
       drafter: what proposes instead of the pair's draft models; see `Pair`.
       **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or

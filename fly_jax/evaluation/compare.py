@@ -28,7 +28,8 @@ _Check = Callable[[int, str], bool | None]
 # Prompts for each slot (of several) that a rule decodes before the next one's turn.
 _GROUPS = 4
 _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens")
-_DERIVED = ("tokens_per_second", "deviation", "mean_accepted_tokens", "rescued_per_100_tokens")
+_DERIVED = ("tokens_per_second", "whole_tokens_per_second", "deviation", "mean_accepted_tokens",
+            "rescued_per_100_tokens")  # fmt: skip
 # Tokens of each prompt in the timing of rounds without draft models.
 _FEW_TOKENS = 16
 
@@ -39,7 +40,7 @@ class RuleResult:
 
     name: str
     num_tokens: int = 0
-    seconds: float = 0.0  # of decoding; prefill and compilation are not counted
+    seconds: float = 0.0  # of decoding
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -47,6 +48,7 @@ class RuleResult:
     num_checked: int = 0
     num_correct: int = 0
     speeds: tuple[float, ...] = ()
+    prefill_seconds: float = 0.0  # of prompts, a draft model's reading of them included
     first_token_seconds: float | None = None  # the median prompt's, from when it was handed in
     inter_token_seconds: float | None = None  # from a token to the next one, the median prompt's
     accepted_by_position: tuple[float, ...] = ()  # the share of drafts whose token there was kept
@@ -56,8 +58,14 @@ class RuleResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """The tokens of all turns over their seconds."""
+        """The tokens of all turns over the seconds of decoding them."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def whole_tokens_per_second(self) -> float:
+        """The same over all seconds, those of prompts too."""
+        seconds = self.seconds + self.prefill_seconds
+        return self.num_tokens / seconds if seconds else 0.0
 
     @property
     def deviation(self) -> float | None:
@@ -124,6 +132,7 @@ class Comparison:
             "decoding": result.name,
             "tokens/s": f"{result.tokens_per_second:.1f}{several}",
             "speed-up": f"{self.speed_up(result):.2f}x",
+            "with prompts": f"{result.whole_tokens_per_second:.1f}",
             "first token": or_dash(result.first_token_seconds, "{:.2f} s"),
             "per token": or_dash(result.inter_token_seconds, "{:.4f} s"),
             "mean accepted": f"{result.mean_accepted_tokens:.2f}",
@@ -233,6 +242,7 @@ class _Measured:
     engine: Engine
     done: list[list[RequestState]] = dataclasses.field(default_factory=list)
     seconds: list[list[float]] = dataclasses.field(default_factory=list)
+    prefill_seconds: float = 0.0
 
     @property
     def fixed_depth(self) -> int:
@@ -248,12 +258,13 @@ class _Measured:
             self.seconds.append([])
             if engine.earlier is not None:
                 engine.earlier.clear()
-        start, prefilled = time.perf_counter(), engine.prefill_seconds
+        start, before = time.perf_counter(), engine.prefill_seconds
         done = engine.answer(engine.requests(group, limit, seed=seed))
-        taken = time.perf_counter() - start - (engine.prefill_seconds - prefilled)
+        prefilling = engine.prefill_seconds - before
+        self.seconds[turn].append(time.perf_counter() - start - prefilling)
+        self.prefill_seconds += prefilling
         engine.forget()
         self.done[turn] += done
-        self.seconds[turn].append(taken)
 
     @property
     def seconds_of_a_round(self) -> float:
@@ -276,6 +287,7 @@ class _Measured:
             name=name,
             num_tokens=sum(len(one.token_ids) for one in all_done),
             seconds=sum(map(sum, self.seconds)),
+            prefill_seconds=self.prefill_seconds,
             **{name: sum(getattr(one, name) for one in all_done) for name in _COUNTS},
             num_checked=sum(verdict is not None for verdict in verdicts),
             num_correct=sum(verdict is True for verdict in verdicts),

@@ -131,8 +131,7 @@ def decodings(
     """The configs of a bench by their names, all checked; others are compared with the first.
 
     Args:
-      given: such as "fly:8,15 window_size=4"; none for one token at a time, exact decoding, and the
-        config's own.
+      given: such as "fly:8,15 window_size=4"; none for plain and exact decoding, and the config's.
       config: has all that is not given.
       proposes: whether anything does; without, a rule that drafts is a FlyJaxError.
     """

@@ -1,7 +1,6 @@
 """docs/serving.md, docs/pods.md and the dashboard name what there is, as it is expected there.
 
-What pods are launched with has the form of GKE, Slurm and fly_jax itself; the page at / needs
-nothing else.
+What pods are launched with has the form of GKE, Slurm and fly_jax; the page at / stands alone.
 """
 
 import json

@@ -22,7 +22,7 @@ from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, as_toml, strictness_of
 
 PROMPTS = ["Ada has 3 apples", "Boris", "Vera's 12"]
-FLY = RuleResult("fly", 300, 2.0, 50, num_rescued_tokens=6, num_checked=10, num_correct=6)
+FLY = RuleResult("fly", 300, 2.0, 50, 0, 0, 6, num_checked=10, num_correct=6, prefill_seconds=1.0)
 PLAIN = RuleResult("autoregressive", 200, 4.0, num_rounds=200, num_checked=10, num_correct=8)
 COMPARISON = Comparison((PLAIN, FLY))
 
@@ -42,8 +42,8 @@ def test_figures() -> None:
     lines = COMPARISON.table().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert [" ".join(line.split()) for line in lines[2:]] == [
-        "autoregressive 50.0 1.00x 1.00 0 0.0 8/10 100.0%",
-        "fly 150.0 3.00x 6.00 6 2.0 6/10 75.0%",
+        "autoregressive 50.0 1.00x 50.0 1.00 0 0.0 8/10 100.0%",
+        "fly 150.0 3.00x 100.0 6.00 6 2.0 6/10 75.0%",
     ]
 
 

@@ -42,8 +42,7 @@ Alone = Callable[[str], list[dict[str, Any]]]
 class Job:
     """Processes that run one command line in a folder, with files there for what they say.
 
-    Where they meet, if there are several, is added to their arguments. Process 0 reads `stdin`,
-    the others nothing.
+    Where they meet, if several, is added to their arguments. Process 0 alone reads `stdin`.
     """
 
     def __init__(
@@ -204,8 +203,7 @@ def test_process_0_serves_for_all(models: list[str], alone: Alone, tmp_path: Pat
 def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Job]]:
     """Two jobs, of which one process was killed in the middle of decoding.
 
-    JAX misses it after half a minute, in which the other tests of this file run. Without a draft
-    they compile half as much.
+    JAX misses it after half a minute, in which the other tests run. No draft: half the compiling.
     """
     target, _, dtype = models
     arguments = [target, dtype, "--rule=autoregressive", "--json", "--mesh=1x2"]

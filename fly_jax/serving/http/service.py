@@ -30,8 +30,7 @@ class Service:
     """A service of requests while it is ready; its caller enters and leaves the engine.
 
     Attributes:
-      state: "starting" until it is warmed up; "draining" when it is about to stop; "stopped" when
-        replies are cut off.
+      state: "starting" until warm; "draining" before it stops; "stopped" as replies are cut off.
       num_open: requests that are decoded or wait.
     """
 

@@ -219,7 +219,7 @@ def _measured(files: dict[str, str]) -> list[str]:
             f"{turns} turn{'s' if turns > 1 else ''} ({_where(found)}; "
             f"[file](../benchmarks/results/{name}.json)):",
             "",
-            f"| decoding | tokens/s | over plain | over tuned exact{' | with prompts' * has_whole} "
+            f"| decoding | tokens/s{' | with prompts' * has_whole} | over plain | over tuned exact "
             "| first token | mean accepted tokens | rescued per 100 |",
             f"|---|---|---|---|{'---|' * has_whole}---|---|---|",
         ]
@@ -227,9 +227,9 @@ def _measured(files: dict[str, str]) -> list[str]:
             spread = f" ± {one['deviation']:.1f}" if one["deviation"] is not None else ""
             whole = f"| {one['whole_tokens_per_second']:.1f} " if has_whole else ""
             lines.append(
-                f"| {_shown(way)} | {one['tokens_per_second']:.1f}{spread} "
+                f"| {_shown(way)} | {one['tokens_per_second']:.1f}{spread} {whole}"
                 f"| {one['speed_up']:.2f}x | {one['tokens_per_second'] / exact:.2f}x "
-                f"{whole}| {one['first_token_seconds']:.2g} s | {one['mean_accepted_tokens']:.2f} "
+                f"| {one['first_token_seconds']:.2g} s | {one['mean_accepted_tokens']:.2f} "
                 f"| {one['rescued_per_100_tokens']:.1f} |"
             )
         lines.append("")

@@ -296,7 +296,7 @@ class DecodingConfig:
         """The configs of a comparison: one token at a time, the lossless rule, the loosened one.
 
         The loosened one is FLy unless another was chosen; FLy as published, with this config's gate
-        and window, then goes before it, but not where its window does not fit.
+        and window, then goes before it. FLy that was not asked for is left out if no window fits.
         """
         lossless = "sampled" if self.sampling.temperature > 0 else "exact"
         given = self.replace(temperature=self.sampling.temperature)

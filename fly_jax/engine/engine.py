@@ -113,13 +113,13 @@ class Engine:
           max_length: tokens of a request, its prompt included, at most the target's context; None
             for 2048, or the context if that is less.
           prefill_chunk: prompt tokens that are run between two rounds.
-          rules: of every kind that requests may ask for, besides that of `spec` and the lossless.
+          rules: one of every kind that may be asked for, besides `spec`'s and the lossless one.
           protected_token_ids: control tokens, never rescued; the ends of text are added.
           tokenizer: fills `Settled.texts` and finds stop strings; None if nobody asks for text.
           load_may_change_text: K is chosen for loosened and for drawn requests too. What they give
             then depends on K, and so on what else is decoded: no rule keeps what it would not keep
             alone, and draws stay the target's.
-          memory: what rules with `uses_memory` look up; it learns where mismatches are reported.
+          memory: what rules with `uses_memory` look up; it learns with `reports_mismatches`.
           offline: nobody waits for a reply, and all requests have the rule and the sampling of
             `spec`: free slots are filled between two rounds, however long that takes, and rounds
             are made for all slots, however few are in use.
@@ -475,7 +475,7 @@ class Engine:
     ) -> DecodeState:
         """Times rounds of each K, by positions and rows, in slots that then hold nothing.
 
-        Texts have half the positions, about as requests do: on a CPU attention is a third of it.
+        Texts have half the positions, as requests about do: attention is a third of a CPU's round.
         """
         assert self.costs is not None
         # A lookup alone must find something, at every depth; one below a draft model must not.

@@ -48,7 +48,7 @@ class RuleResult:
     num_checked: int = 0
     num_correct: int = 0
     speeds: tuple[float, ...] = ()
-    prefill_seconds: float = 0.0  # of prompts, a draft model's reading of them included
+    prefill_seconds: float = 0.0  # of prompts; what a round takes in later is in `seconds`
     first_token_seconds: float | None = None  # the median prompt's, from when it was handed in
     inter_token_seconds: float | None = None  # from a token to the next one, the median prompt's
     accepted_by_position: tuple[float, ...] = ()  # the share of drafts whose token there was kept

@@ -94,12 +94,12 @@ class Drafter(abc.ABC):
     Attributes:
       num_speculative_tokens: tokens that it proposes at a time where a draft model asks it.
       num_models: draft models that it runs, those below it included.
-      num_earlier_tokens: of earlier answers (`Terms.earlier`), that it or one below looks up in.
+      num_earlier_tokens: of earlier answers in which it, or one below, looks (`Terms.earlier`).
       may_fall_short: it may propose fewer tokens than it was asked for.
       rests: its state may lack any part of the text's end, which `propose` then takes in.
       adapts: a row that wants fewer tokens may save a pass.
       rates_drafts: it costs next to nothing and gives `Draft.rates`: K is chosen behind it.
-      resumes: `prefill` may begin behind tokens that its state has already taken in or proposed.
+      resumes: `prefill` may begin behind tokens that it took in or proposed, in the same state.
       unseen: tokens at the end of a text, as a round leaves it, that the state does not hold yet.
       needs_hidden: `prefill`, `observe` and `keep` are given hidden states of the model that it
         proposes to: the target, or a draft model above it.

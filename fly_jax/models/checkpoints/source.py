@@ -63,7 +63,7 @@ def is_gguf(path: Path) -> bool:
 def resolve(name_or_path: str, revision: str | None = None) -> Path:
     """Finds a checkpoint: a local folder or GGUF file, else what a hub id gives.
 
-    FlyJaxError where it is neither, has two revisions or is local and has one, or no hub answers.
+    FlyJaxError where it is neither, has two revisions or is local and has one, or no hub gives it.
 
     Args:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its

@@ -81,7 +81,7 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
     something else, is damaged or has too little room.
 
     Args:
-      source: a GGUF file, or the folder of a Hugging Face checkpoint, of any type.
+      source: a GGUF file, a Hugging Face checkpoint, or one converted to another type.
       output: a folder that is new, empty, or holds an unfinished conversion of this kind.
       dtype: of the weights; int8 quantises matrices and keeps the rest in float32.
     """

@@ -36,7 +36,7 @@ def kept_by_match(prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[in
     text = np.zeros((_NEW_TOKENS, _CAPACITY), np.int32)
     text[:, : len(prompt) + len(answer)] = [*prompt, *answer]
     length = np.minimum(len(prompt) + 1 + np.arange(_NEW_TOKENS), len(prompt) + len(answer))
-    tokens, found, matching = (np.asarray(one) for one in _find(Lookup(), text, length, 1))
+    tokens, found, matching, _ = map(np.asarray, _find(Lookup(), text, length, 1))
     looked_up = (at for at in range(len(answer) - 1) if found[at])
     return [(int(matching[at]), bool(tokens[at, 0] == answer[at + 1])) for at in looked_up]
 

@@ -81,7 +81,7 @@ def _pair_table(pair: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for row in _rows(pair, "problems"):
-        found = row["quality"]["problems"]
+        found = row["quality"]["problems (quality)"]
         kept = ""
         if found["retention"] is not None:
             kept = _kept(found)
@@ -155,7 +155,7 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
     """The result in three lines, the unfavourable too."""
     rows, library = _rows(pair, "problems"), _rows(pair, "library")
     fly = next(row for row in rows if row["decoding"].startswith("fly, K = 15"))
-    kept = fly["quality"]["problems"]
+    kept = fly["quality"]["problems (quality)"]
     slow = next(row for row in library if row["decoding"].startswith("fly"))
     gain = _fastest(_read("smollm2/lookup"), "exact")["speed_up"]
     code, drafted_code = _read("qwen/code_lookup"), _read("qwen/code_draft")
@@ -190,7 +190,8 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
 def _rules_all(result: dict[str, Any]) -> list[str]:
     lines = [
         f"Measured on {_where(result)}, {result['num_problems']} held-out problems, "
-        f"{result['num_documents']} pieces of library text."
+        f"{result['num_documents']} pieces of library text "
+        "([file](../benchmarks/results/rules.json))."
     ]
     for batch, of_batch in sorted(result["batch_size"].items(), key=lambda one: int(one[0])):
         best = of_batch["best_exact_k"]

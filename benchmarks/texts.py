@@ -22,9 +22,6 @@ from fly_jax.evaluation.problems import Problem
 # What the pair was trained on is its recipe's.
 sys.path.append(str(Path(__file__).parents[1] / "recipes" / "embedded_pair"))
 from library_text import documents
-from pair_rows import token_rows as token_rows
-from word_problems import PROMPT_PREFIX as PROMPT_PREFIX
-from word_problems import SUBJECTS as SUBJECTS
 from word_problems import Split, problems
 
 FLAGS = flags.FLAGS

@@ -25,8 +25,8 @@ from fly_jax.decoding.programs import Programs, compiled, shape_of
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
 from fly_jax.engine.prefill import (
-    FEW_SHAPES_PREFILL_TOKENS,
     OFFLINE_PREFILL_TOKENS,
+    SMALL_PREFILL_TOKENS,
     Chunk,
     ChunkPlan,
     Prefill,
@@ -50,7 +50,7 @@ from fly_jax.engine.slots import (
     Slots,
 )
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, lies_on_cpu
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule
@@ -155,7 +155,7 @@ class Engine:
         self._capacity = self._buckets.steps[-1]
         few = self._programs.has_few_shapes
         tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
-        tokens = min(tokens, FEW_SHAPES_PREFILL_TOKENS) if few else tokens
+        tokens = min(tokens, SMALL_PREFILL_TOKENS if few or lies_on_cpu(target) else tokens)
         longest, self._prefill_chunk = self._capacity if few else length, prefill_chunk
         plan = ChunkPlan(
             self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest,

@@ -25,8 +25,8 @@ _GROWTH = 4
 _LARGEST_CHUNK = 1024
 # Tokens of a pass, over all rows, where no request waits for rounds in between.
 OFFLINE_PREFILL_TOKENS = 2048
-# Of any pass with `Programs.has_few_shapes`: a CPU gains nothing by more, and waits for padding.
-FEW_SHAPES_PREFILL_TOKENS = 64
+# Of any pass on a CPU, which gains nothing by more but padding, or with `has_few_shapes`.
+SMALL_PREFILL_TOKENS = 64
 
 _Prompts = Sequence[Sequence[int]]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -646,4 +646,6 @@ def _platform(model: Llama) -> str:
     sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
     if sharding is None:
         return jax.default_backend()
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return ""  # nobody's devices
     return next(iter(sharding.device_set)).platform

@@ -41,8 +41,7 @@ class Tokenizer:
 
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]  # that end a text, by the tokenizer and the configuration
-    # Every token that is no text (begin, end, padding, headers, unknown), sorted: never rescued,
-    # and left out of decoded text.
+    # Every token that is no text (begin, padding, headers, …), sorted: never rescued, nor decoded.
     control_token_ids: tuple[int, ...]
     chat_template: str | None  # the Jinja template of a conversation, if any
     special_tokens: Mapping[str, str]  # that a template may name, such as `{"bos_token": "<s>"}`

@@ -21,6 +21,8 @@ CHANCE = np.random.default_rng(4)
 # All in one power of two, so that they are run together.
 PROMPTS = [CHANCE.integers(0, 48, length).tolist() for length in range(52, 36, -1)]
 LIMIT = 12
+Passes, Patch = list[tuple[int, int]], pytest.MonkeyPatch
+SMALL = "fly_jax.engine.engine.SMALL_PREFILL_TOKENS"
 
 
 def test_chunks_cover_a_prompt() -> None:
@@ -85,7 +87,8 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
 
 
 @pytest.mark.parametrize("name", ["levels", "lookup alone"])
-def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, int]]) -> None:
+def test_sixteen_prompts_run_in_one_pass(name: str, passes: Passes, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(SMALL, 2048)  # as it is on accelerators
     engine = engine_for(KINDS[name], num_slots=16, offline=True)
     found = finished(engine, engine.requests(PROMPTS, LIMIT))
     assert passes == [(16, 128)]
@@ -97,7 +100,7 @@ def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, 
     assert passes[1:] == [(1, 128)] * 6
 
 
-def test_prompts_between_rounds_are_run_by_fours(passes: list[tuple[int, int]]) -> None:
+def test_prompts_between_rounds_are_run_by_fours(passes: Passes) -> None:
     """In chunks, since others wait, and in caches shorter than those of the slots."""
     name = "rules and sampling"
     engine, given = engine_for(KINDS[name], **FOURS), asked(name, PROMPTS[:7])
@@ -138,7 +141,7 @@ def test_prompts_that_are_run_together_have_short_caches(
     check_alone(engine, found)
 
 
-def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[int, int]]) -> None:
+def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: Passes) -> None:
     name = "rules and sampling"
     engine = engine_for(KINDS[name], **FOURS)
 
@@ -193,14 +196,14 @@ def test_what_settles_is_accounted_for_and_the_listener_hears_it_before() -> Non
 
 
 def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
-    monkeypatch: pytest.MonkeyPatch,
-    compilations: Callable[[], list[str]],
-    passes: list[tuple[int, int]],
+    monkeypatch: Patch, compilations: Callable[[], list[str]], passes: Passes
 ) -> None:
     target, draft = models(None, 1)
     prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 160, 422)]
     made = functools.partial(batch_engine, target, draft, SPECS["exact"])
-    expected = made(1, max_length=500).generate(prompts, LIMIT)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(SMALL, 2048)
+        expected = made(1, max_length=500).generate(prompts, LIMIT)
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)
     for prompt, one in zip(prompts, expected, strict=True):
         compilations()
@@ -209,13 +212,10 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
         assert bool(compilations()) == (len(prompt) <= 45)  # chunks of 16 and of 64
     # A server's too, of which as many are run between two rounds as it is told.
     engine = made(2, max_length=500, offline=False)
-    first, second = (
-        Request(prompt, most) for prompt, most in ((prompts[0], 200), (prompts[-1], LIMIT))
-    )
-    engine.submit(first)
+    engine.submit(Request(prompts[0], 200))
     engine.step()
     passes.clear()
-    state, numbers = engine.submit(second), list[int]()
+    state, numbers = engine.submit(Request(prompts[-1], LIMIT)), list[int]()
     while not state.is_finished:
         engine.step()
         numbers.append(len(passes) - sum(numbers))

@@ -220,8 +220,7 @@ _LONGEST_TEXT = 256  # so that none is nested too deeply to be read
 def rule_names(text: str, parameter: str = "rule") -> tuple[str, ...]:
     """The rules that an expression, the value of this parameter, is made of, in its order.
 
-    FlyJaxError: no expression of rules, an unknown rule, a lossless rule in a combination, or too
-    many rules or alternatives.
+    FlyJaxError: no such expression, an unknown or too many rules, or a lossless one among others.
     """
     names, num_alternatives = _folded(text, lambda name: _Size((name,), 1), parameter)
     for name in names:

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import app, logging
 
 from fly_jax.evaluation.machine import describe
 
 logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
 
 RESULTS = Path(__file__).parent / "results"
-_NAME = flags.DEFINE_string("result_name", None, "of the file in results/, else the script's own")
 
 
 def run(main: Callable[[], object]) -> None:
@@ -29,7 +28,8 @@ def run(main: Callable[[], object]) -> None:
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
-    """Writes `results/name.json`, or what the flag names, with the machine it was measured on."""
-    path = RESULTS / f"{_NAME.value or name}.json"
+    """Writes `results/name.json` with the machine it was measured on."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": describe(), **result}, indent=2) + "\n")
     return path

@@ -22,7 +22,7 @@ CHANCE = np.random.default_rng(4)
 PROMPTS = [CHANCE.integers(0, 48, length).tolist() for length in range(52, 36, -1)]
 LIMIT = 12
 Passes, Patch = list[tuple[int, int]], pytest.MonkeyPatch
-SMALL = "fly_jax.engine.engine.SMALL_PREFILL_TOKENS"
+LIES_ON_CPU = "fly_jax.engine.engine.lies_on_cpu"
 
 
 def test_chunks_cover_a_prompt() -> None:
@@ -88,7 +88,7 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
 
 @pytest.mark.parametrize("name", ["levels", "lookup alone"])
 def test_sixteen_prompts_run_in_one_pass(name: str, passes: Passes, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(SMALL, 2048)  # as it is on accelerators
+    monkeypatch.setattr(LIES_ON_CPU, lambda _: False)
     engine = engine_for(KINDS[name], num_slots=16, offline=True)
     found = finished(engine, engine.requests(PROMPTS, LIMIT))
     assert passes == [(16, 128)]
@@ -201,9 +201,9 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
     target, draft = models(None, 1)
     prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 160, 422)]
     made = functools.partial(batch_engine, target, draft, SPECS["exact"])
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(SMALL, 2048)
-        expected = made(1, max_length=500).generate(prompts, LIMIT)
+    assert made(1, max_length=500)._prefill.plan.sizes == (16, 64)
+    monkeypatch.setattr(LIES_ON_CPU, lambda _: False)
+    expected = made(1, max_length=500).generate(prompts, LIMIT)
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)
     for prompt, one in zip(prompts, expected, strict=True):
         compilations()

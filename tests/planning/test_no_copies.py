@@ -99,7 +99,7 @@ def test_no_round_copies_a_cache_or_a_stack(name: str, last: str | None, rules: 
 def test_rows_come_and_go_with_no_copy(rules: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
     slots, (models, layout) = 8, placed(TINY[:2], rules)
-    monkeypatch.setattr("fly_jax.engine.engine.SMALL_PREFILL_TOKENS", 512)  # as no CPU has it
+    monkeypatch.setattr("fly_jax.engine.engine.lies_on_cpu", lambda _: False)
     engine = engine_of("served", models, slots, context=500, depths=(0, 5))
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])

@@ -44,7 +44,7 @@ given = [one for one in os.environ.get("XLA_FLAGS", "").split() if one not in ad
 os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 
 # Tracing makes many objects and little garbage: the default of 700 takes a tenth of the time.
-gc.set_threshold(100_000, 20, 50)
+gc.set_threshold(1_000_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # from now on no command that a test runs in this process changes their number
 

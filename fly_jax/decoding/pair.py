@@ -59,6 +59,15 @@ class CheckedPrompt(tuple[int, ...]):
     """A prompt that `check_prompt` has passed; an engine of the same target takes it as it is."""
 
 
+def check_unicode(text: str, name: str) -> None:
+    """Raises FlyJaxError for bytes of a command line, or half of a pair that JSON can spell."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        said = f"{name} holds a character that is not valid Unicode; give it as UTF-8."
+        raise FlyJaxError(said) from error
+
+
 def check_prompt(
     prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt"
 ) -> CheckedPrompt:
@@ -217,6 +226,8 @@ class OpenPair:
         FlyJaxError: the target cannot continue them, or its chat template refuses the messages.
         """
         tokenizer = self.target.tokenizer
+        texts = [prompt] if isinstance(prompt, str) else [t for one in prompt for t in one.values()]
+        check_unicode("".join(texts), name)
         if isinstance(prompt, str):
             return check_prompt(tokenizer.encode(prompt), self.target.config, name=name)
         try:

@@ -39,9 +39,10 @@ class Answers:
         first = json.dumps({"fly_jax_answers": 2, **setting})
         whole, end, cut = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
         self.dropped = bool(cut)
-        if cut or not end:
-            path.write_bytes(whole + end or first.encode() + b"\n")
-        for at, line in enumerate(whole.split(b"\n") if whole else [], 1):
+        lines = whole.split(b"\n") if end else []
+        if not end and not first.encode().startswith(cut):
+            lines = [cut]  # a file of something else
+        for at, line in enumerate(lines, 1):
             try:
                 one = json.loads(line)
                 if at > 1:
@@ -59,6 +60,8 @@ class Answers:
                 ) from error
             if differs:
                 raise FlyJaxError(f"{path} is of another run: {differs[0]}; give another --output.")
+        if cut or not end:
+            path.write_bytes(whole + end or first.encode() + b"\n")
 
     def check_prompts(self, prompts: Mapping[tuple[str, str], str]) -> None:
         """Raises FlyJaxError for an answer to another prompt than an item now has."""

@@ -47,13 +47,18 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
         async with client.stream("POST", path, json=asked) as response:
             if response.status_code != 200:
                 said = (await response.aread()).decode(errors="replace")[:400]
-                raise FlyJaxError(f"{client.base_url} refuses ({response.status_code}): {said}")
+                raise FlyJaxError(
+                    f"{client.base_url} refuses ({response.status_code}): {said}; correct what it "
+                    "names, or start the server so that it takes the request."
+                )
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
-                    raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}")
+                    raise FlyJaxError(
+                        f"{client.base_url} breaks off: {chunk['error']}; see what it has written."
+                    )
                 given = [{**one, **one.get("delta", {})} for one in chunk["choices"]]
                 if text := "".join(one.get("text") or one.get("content") or "" for one in given):
                     now = time.perf_counter()
@@ -66,6 +71,8 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 reply.metrics = chunk.get("metrics") or reply.metrics
                 if chunk.get("usage"):
                     reply.num_tokens = chunk["usage"]["completion_tokens"]
+    except FlyJaxError:
+        raise
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
         raise FlyJaxError(
             f"{client.base_url}{path} gave no stream of an answer ({error!r}); give the address of "

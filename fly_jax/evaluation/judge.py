@@ -36,7 +36,7 @@ _MOUNT_ATTR_RDONLY, _MS_PRIVATE, _PR_SET_PDEATHSIG = 1, 1 << 18, 1
 
 _REFUSED = (
     "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "os.kill",
-    "ctypes.dlsym", "pty.spawn", "signal.pthread_kill",
+    "ctypes.dlsym", "pty.spawn", "signal.pthread_kill", "sqlite3.",
 )  # fmt: skip
 _CHANGES = (
     "os.remove", "os.rmdir", "os.rename", "os.mkdir", "os.truncate", "os.chmod", "os.chown",
@@ -54,7 +54,7 @@ class Judged(NamedTuple):
 
 def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_SECONDS) -> Judged:
     """Runs a Python program for `wall_seconds` at most; it passes if its last line was run."""
-    word = secrets.token_hex()  # what the process says at the end, and no program knows
+    word = secrets.token_hex()  # what the process says at the end, and no program guesses
     with tempfile.TemporaryDirectory() as folder:
         given = {"program": program, "folder": folder, "word": word, "namespaces": namespaces}
         process = subprocess.Popen(
@@ -127,7 +127,9 @@ def _refuse(folder: Path, event: str, given: tuple[Any, ...]) -> None:
     if event == "open":
         refused = bool(given[2] & _WRITES) and not _is_inside(folder, given[0])
     elif event in _CHANGES:
-        elsewhere = event != "os.truncate" and given[-1] not in (-1, None)  # by a descriptor
+        # Relative to a folder's descriptor, of which two paths have one each.
+        descriptors = given[-2:] if event in ("os.rename", "os.link") else given[-1:]
+        elsewhere = event != "os.truncate" and not {-1, None}.issuperset(descriptors)
         refused = elsewhere or not all(_is_inside(folder, one) for one in given)
     if refused:
         raise PermissionError(f"An answer may not do this: {event}.")

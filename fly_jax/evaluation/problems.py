@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 BUILT_IN = Path(__file__).parents[1] / "models" / "embedded" / "problems.jsonl"
-_ANSWER = re.compile(r"^Answer: (\d+)$", re.MULTILINE)
+_ANSWER = re.compile(r"^\W*Answer:\W*?(-?\d[\d,]*)(?!\.?\d)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ def built_in_problems() -> list[Problem]:
 def extract_answer(text: str) -> str | None:
     """The number on the first answer line of a text, if it has one."""
     found = _ANSWER.search(text)
-    return found[1] if found else None
+    return found[1].replace(",", "") if found else None
 
 
 def is_correct(problem: Problem, text: str) -> bool:

@@ -9,6 +9,7 @@ import gzip
 import json
 import operator
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ Record = Mapping[str, Any]
 
 DRAFT = "draft"  # in place of a rule: the draft model decodes alone
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 _MBPP_TEST = range(11, 511)  # the set's own split
 _STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert")
@@ -53,9 +54,9 @@ class Item(NamedTuple):
 
 
 def _code(text: str) -> str:
-    """The first block of code of an answer, or all of it."""
-    found = _BLOCK.search(text)
-    return found[1] if found else text
+    """The first block of an answer that is in Python or names no language, or all of it."""
+    blocks = ((kind.strip().lower(), code) for kind, code in _BLOCK.findall(text))
+    return next((code for kind, code in blocks if not kind or kind.startswith("py")), text)
 
 
 def _passes_humaneval(record: Record, text: str) -> bool:
@@ -169,7 +170,7 @@ def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
     data = path.read_bytes()
     try:
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).split(b"\n")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise FlyJaxError(f"{path} is not a whole gzip file ({error}); fetch it again.") from error
     records = [
         (number, _record(line, task, f"{path}, line {number}"))

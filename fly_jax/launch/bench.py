@@ -43,8 +43,8 @@ class _BenchFlags(RunFlags):
     decode: tuple[str, ...] = parameter(
         (),
         "a rule, with its K behind a colon, or several of them, and its own parameters: "
-        "'fly:8,15 window_size=4'; if not given, one token at a time, exact decoding with K of "
-        f"{', '.join(map(str, _EXACT_DEPTHS))}, and the chosen rule",
+        "'fly:8,15 window_size=4'; if not given, one token at a time, exact decoding with the "
+        f"chosen K and {', '.join(map(str, _EXACT_DEPTHS))}, FLy, and the chosen rule",
     )
     turns: int = parameter(3, "measurements of each decoding", low=1)
     draft_share: bool = parameter(
@@ -88,7 +88,8 @@ def _run(values: _BenchFlags) -> None:
     from fly_jax.evaluation.compare import compare
     from fly_jax.evaluation.machine import describe
 
-    say(f"{len(kept)} prompts, {values.batch_size} at a time, {values.turns} turns")
+    turns = f"{values.turns} turn{'s' * (values.turns > 1)}"
+    say(f"{len(kept)} prompts, {values.batch_size} at a time, {turns}")
     sizes = {name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "turns")}
     found = compare(
         pair,
@@ -148,7 +149,7 @@ def decodings(
     if not given and proposes:
         plain, lossless, *loosened = config.side_by_side()
         exact = [lossless.replace(num_speculative_tokens=k) for k in _EXACT_DEPTHS]
-        found = {_name(one): one for one in (plain, *exact, *loosened)}
+        found = {_name(one): one for one in (plain, lossless, *exact, *loosened)}
     elif not given:
         plain = config.without_draft()
         found = {_name(plain): plain}

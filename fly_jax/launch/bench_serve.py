@@ -78,7 +78,8 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
     key = values.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     path = "/v1/chat/completions" if values.chat else "/v1/completions"
-    async with httpx.AsyncClient(base_url=values.url, headers=headers, timeout=None) as client:
+    known: dict[str, Any] = {"base_url": values.url, "headers": headers}
+    async with httpx.AsyncClient(**known, timeout=None, limits=httpx.Limits()) as client:
         model = values.model or await _first_model(client)
         bodies = []
         for prompt in itertools.islice(itertools.cycle(prompts), values.num_prompts):
@@ -86,8 +87,12 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
             asked = {"messages": messages} if values.chat else {"prompt": prompt.text}
             bodies.append({"model": model, "max_tokens": values.max_new_tokens, **asked, **extra})
         await ask(client, path, bodies[0])  # what a server compiles first is no measurement
-        found = [await load(client, path, bodies, number) for number in clients]
-    print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
+        found = []
+        try:
+            for number in clients:
+                found.append(await load(client, path, bodies, number))
+        finally:  # what was measured before a server refused
+            print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
     if values.json:
         measured = [one.to_dict() for one in found]
         print(json.dumps({"machine": describe(), "model": model, "measured": measured}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str]) -> None:
     pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # which `encode` tells a user of
     conversation = Conversation(values, config, models, pair)
     while True:
         try:

@@ -42,7 +42,7 @@ class _EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
     data: str | None = parameter(None, "folder with the files of the sets")
     decode: tuple[str, ...] = parameter(
         (),
-        "as for bench, or draft for the draft model alone; others are held to the first one; if "
+        "as for bench, or draft for the draft model alone; others are held to the first rule; if "
         "not given, one token at a time, exact, and the chosen rule",
     )
     limit: int | None = parameter(None, "the first items of each task", kind=int, low=1)
@@ -64,8 +64,10 @@ def main(arguments: Sequence[str]) -> None:
     values = given.parse(arguments, _HELP)
     items = _items(values)
     config = values.to_config(values)
-    proposes = values.proposes(config)
-    rules = ("autoregressive", "exact", config.rule) if proposes else ("autoregressive",)
+    proposes, lossless = values.proposes(config), "exact"
+    if config.sampling.temperature > 0 and not values.decode:
+        config, lossless = config.replace(temperature=config.sampling.temperature), "sampled"
+    rules = ("autoregressive", lossless, config.rule) if proposes else ("autoregressive",)
     decode = values.decode or rules
     others = [one for one in decode if one != DRAFT]
     configs = decodings(others, config, proposes=proposes) if others else {}
@@ -165,5 +167,6 @@ def _setting(
         "draft": named or [identity(one.path) for one in models.drafts],
         "dtype": dtype,
         "decoding": unusual(config),
+        "draft_parallel": values.draft_parallel,
         **{name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "seed")},
     }

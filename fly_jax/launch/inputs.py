@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters
-from fly_jax.decoding.pair import CheckedPrompt
+from fly_jax.decoding.pair import CheckedPrompt, check_unicode
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
@@ -227,7 +227,7 @@ def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool
             "give an instruct model."
         )
     if values.system is not None:
-        _check_unicode(values.system, "--system")
+        check_unicode(values.system, "--system")
         if not (chats or any(one.messages for one in prompts)):
             raise FlyJaxError(
                 "--system was given, and no prompt is a conversation; leave it out, or give an "
@@ -343,22 +343,14 @@ def _conversation(messages: object, source: str) -> Prompt:
             "--skip_bad_prompts."
         )
     for text in (text for one in given for text in one.values()):
-        _check_unicode(text, source)
+        check_unicode(text, source)
     return Prompt(given[-1]["content"], source, messages=tuple(given))
 
 
 def _check_text(text: str, source: str) -> None:
     if not text:
         raise FlyJaxError(f"{source} is empty; decoding needs at least one token: give some text.")
-    _check_unicode(text, source)
-
-
-def _check_unicode(text: str, source: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # bytes of the command line, or half of a pair in JSON
-        said = f"{source} holds a character that is not valid Unicode; give it as UTF-8."
-        raise FlyJaxError(said) from error
+    check_unicode(text, source)
 
 
 # Added to the seconds in which the service misses a process.

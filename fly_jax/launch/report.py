@@ -110,6 +110,8 @@ def _read(folder: Path, margin: float) -> _Runs:
                 continue
             runs.machines.setdefault(_in_words(found["machine"]), []).append(name)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
+            if getattr(error, "msg", "") == "Extra data":  # JSON lines, which are neither
+                continue
             raise FlyJaxError(
                 f"{path} is no whole file of bench --json or evaluate ({error!r}); measure it "
                 "again, or move it elsewhere."

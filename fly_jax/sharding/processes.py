@@ -190,9 +190,12 @@ def check_same(settings: dict[str, Json]) -> None:
     with joint_errors():
         for name, wanted in first.items():
             if settings[name] != wanted:
+                here, there = (
+                    "not given" if one is None else one for one in (settings[name], wanted)
+                )
                 raise FlyJaxError(
-                    f"--{name} is {settings[name]} here and {wanted} on process 0; all processes "
-                    "need the same command: correct one of them."
+                    f"--{name} is {here} here and {there} on process 0; all processes need the "
+                    "same command: correct one of them."
                 )
 
 

@@ -73,8 +73,13 @@ def test_the_rule_is_changed_on_the_way(talk: Talk) -> None:
     answers, said = talk("/exact", "Ada", "/clear", "/rule fly | margin", "Ada", flags=flags)
     assert len(answers) == 2
     assert all(f"The rule is {rule}." in said for rule in ("exact", "fly | margin"))
-    _, said = talk("/rule lucky", "/dance", "/help", "/rule", "/clear all")
-    for words in ("/clear stands alone, without 'all'.", "lucky", "There is no command /dance"):
+    _, said = talk("/rule lucky", "caf\udce9", "/dance", "/help", "/rule", "/clear all")
+    for words in (
+        "/clear stands alone, without 'all'.",
+        "lucky",
+        "not valid Unicode",
+        "no command /dance",
+    ):
         assert words in said
 
 

@@ -41,6 +41,7 @@ def data(tmp_path: Path) -> Path:
         ("humaneval", "```python\ndef first(x: List[int]):\n    return x[0]\n```", "return x[0]"),
         ("humaneval", "    return x[0]\n", "    return x[1]\n"),
         ("mbpp", f"Here:\n```python\n{MBPP['code']}\n```\nIt works.", "exit(0)"),
+        ("mbpp", f"```sh\npip\n```\nThen\n```python3\n{MBPP['code']}\n```", "```py\npass\n```"),
         ("gsm8k", "So 500 + 734.\n#### 1234\n", "1234\n#### 1235"),
         ("gsm8k", "That makes $1,234.00.", "It cannot be said."),
     ],
@@ -55,7 +56,7 @@ def test_problems_are_those_of_the_folder_or_built_in(data: Path) -> None:
     assert len(read_items("problems", data, None)) == len(read_items("problems", None, 8)) == 8
     (data / "problems.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}))
     (item,) = read_items("problems", data, None)
-    assert TASKS["problems"].is_right(item.record, " It is 2.\nAnswer: 2")
+    assert TASKS["problems"].is_right(item.record, " It is 2.\n**Answer: 2 pears**")
     assert not TASKS["problems"].is_right(item.record, "Answer: 3\nAnswer: 2")
 
 
@@ -92,6 +93,9 @@ def test_goes_on(models: list[str], data: Path, ran: Ran, refused: Refused) -> N
     assert json.loads(after[-1]) == json.loads(before[-1])
 
     refused(*given, *TWO, "--batch_size=1", words=["another run", "batch_size"])
+    (data / "answers.jsonl").write_text("mine")
+    refused(*given[:-1], *TWO, f"--output={data}", words=["answers.jsonl, line 1", "no answer"])
+    assert (data / "answers.jsonl").read_text() == "mine"
     (data / "test.jsonl").write_text(json.dumps(GSM8K | {"question": "And 2 + 2?"}))
     refused(*given, "--tasks=gsm8k", words=["another prompt", "gsm8k 1"])
 
@@ -209,6 +213,7 @@ def runs(tmp_path: Path) -> Path:
     bench = {"turns": 2, "decodings": {name: _speed(one) for name, one in speeds.items()}}
     (tmp_path / "bench.json").write_text(json.dumps(MODELS | bench))
     (tmp_path / "other.json").write_text('{"tasks": 1}')
+    (tmp_path / "lines.json").write_text("{}\n{}\n")
     (folder := tmp_path / "code").mkdir()
     plain, fly = "1" * 399 + "0", "0" + "1" * 399
     tasks = {"gsm8k": {"autoregressive": _decoding(plain), "fly, K = 8": _decoding(fly)}}

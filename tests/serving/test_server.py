@@ -393,6 +393,8 @@ def test_bench_serve(live: Live, chat: bool, tmp_path: Path, ran: Ran, refused: 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\nBoris\n")
     refused(*BENCH, f"--url={live.url}", "--api_key=wrong", words=["401"])
+    named = [f"--url={live.url}", "--api_key=wrong", "--model=any"]
+    assert "no stream" not in refused(*BENCH, *named, words=["refuses (401)"])
     asked = ["--concurrency=1,2", '--extra_body={"fly": {"rule": "exact"}}', *["--chat"] * chat]
     server = [f"--url={live.url}", f"--api_key={KEY}"]
     given = [*BENCH, *server, *asked, f"--prompts_file={prompts}", "--json"]

@@ -262,9 +262,14 @@ def test_every_equation_holds_and_the_answer_is_the_last_thing_computed() -> Non
 
 
 def test_extract_answer() -> None:
-    for text in (" So it is 7.\nAnswer: 74", "\nAnswer: 74\nand more", "\nAnswer: 74\nAnswer: 8"):
+    for text in (
+        " So it is 7.\nAnswer: 74",
+        "\nAnswer: 74\nand more",
+        "\nAnswer: 74\nAnswer: 8",
+        "Answer: **74** m",
+    ):
         assert extract_answer(text) == "74"
-    for text in ("\nAnswer: 74 shells", "\nAnswer: ", "the Answer: 74", ""):
+    for text in ("\nAnswer: 74.5", "\nAnswer: ", "the Answer: 74", ""):
         assert extract_answer(text) is None
 
 

@@ -199,6 +199,10 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
     whole = path.read_bytes()
     newer = whole[:4] + (99).to_bytes(4, "little") + whole[8:]
     halves = (whole[: len(whole) // 2], "cut off"), (whole[:100], "cut off")
+    offsets = (whole.index(b"blk.%d.ffn_up.weight" % layer) + 19 + 24 for layer in range(2))
+    first, second = (slice(at, at + 8) for at in offsets)
+    overlap = whole[: second.start] + whole[first] + whole[second.stop :]
+    halves += ((overlap, "damaged"),)
     others = (newer, "of version 99, and the installed"), (b"no such thing", "no GGUF file")
     for data, words in (*halves, *others):
         path.write_bytes(data)
@@ -217,6 +221,11 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
         (tensors, "IQ4_NL", "llama", "stored as IQ4_NL"),
     ):
         assert_refused(words, open_weights, write(path, some, kind, architecture=family))
+
+    def turn(writer: gguf.GGUFWriter) -> None:
+        writer.endianess = gguf.GGUFEndian.BIG
+
+    assert_refused("little-endian", open_gguf, write(path, tensors, "Q8_0", tokenizer=turn))
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece_writer])

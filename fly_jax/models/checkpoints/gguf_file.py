@@ -142,6 +142,11 @@ class _Header:
             raise ValueError(f"Its tensors begin at multiples of {unit}.")
         begin = -(-self._at // unit) * unit
         tensors = {name: self._tensor(*claim, begin) for name, claim in claims.items()}
+        ends = 0
+        for one in sorted(tensors.values(), key=lambda one: one.begin):
+            if one.begin < ends:
+                raise ValueError("Two of its tensors overlap.")
+            ends = one.begin + math.prod(one.stored[1]) * one.stored[0].itemsize
         return GgufFile(path, tensors, values)
 
     def _tensor(
@@ -150,6 +155,11 @@ class _Header:
         if kind.name in _PLAIN:
             stored = np.dtype(self._order + _PLAIN[kind.name]), shape
         else:
+            if self._order == ">" and kind.name != "BF16":  # whose scales were turned around too
+                raise FlyJaxError(
+                    f"A big-endian GGUF file has a tensor in {kind.name}, and fly_jax reads F32 "
+                    "and F16 of such; give the little-endian file."
+                )
             stored = np.dtype(np.uint8), gguf.quant_shape_to_byte_shape(shape, kind)
         dtype, sizes = stored
         if begin + place + math.prod(sizes) * dtype.itemsize > len(self._data):

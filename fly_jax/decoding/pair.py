@@ -217,6 +217,9 @@ class OpenPair:
         if self.drafter is None:
             static = RoundSpec.of(config, num_drafts=len(self.drafts)).static
             check_chain(self.target.config, [one.config for one in self.drafts], static)
+            head = self.drafts[0].config.head if self.drafts else None
+            if config.num_speculative_tokens == "auto" and isinstance(head, Block):
+                config.replace(num_speculative_tokens=head.most_tokens).to_rule()
 
     def encode(
         self, prompt: str | Sequence[Mapping[str, str]], *, name: str = "The prompt"

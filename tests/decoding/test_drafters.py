@@ -19,6 +19,7 @@ from refusals import assert_refused
 from fly_jax import Draft, Drafter, Generation, KVCache, Lookup, Sampling, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import _RATES, _RATES_OF_EARLIER, look_up
+from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.decoding.pair import drafter_of
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.depth_costs import DepthCosts
@@ -158,13 +159,31 @@ def test_a_row_that_is_not_asked_for_takes_nothing_in() -> None:
     prompts = [[3, 1, 4, 1, 5] * 8, [9], [2, 6, 5]]
     text, length = pairs.padded(prompts, 64)
     known, said = np.array([5, 0, 2]), pairs.greedy(target, prompts, K)
-    for first, num_passes in ((0, K), (K, K + 3)):
-        terms = Terms(np.array([first, K, K]))
+    for first, second, num_passes in ((0, K, K), (K, K, K + 3), (K, 0, K + 3)):
+        wanted = np.array([first, second, K])
+        terms = Terms(wanted)
         draft, cache = drafted(drafter, text, length, [known], terms, beyond=1e4)
         assert draft.num_passes.tolist() == [num_passes]
-        assert cache.length.tolist() == [44 if first else 5, K, K + 2]
-        rows = slice(None) if first else slice(1, None)
-        np.testing.assert_array_equal(draft.tokens[rows], said[rows])
+        assert cache.length.tolist() == [44 if first else 5, second, K + 2]
+        np.testing.assert_array_equal(draft.tokens[wanted > 0], np.array(said)[wanted > 0])
+
+
+@pytest.mark.parametrize("asked", [[0, 0, 0], [1, 0, 1]])
+def test_a_parallel_draft_that_is_not_asked_for_makes_no_pass(asked: list[int]) -> None:
+    config = dataclasses.replace(pairs.CONFIG, pard_token=5)
+    given = {"config": config, "num_speculative_tokens": K}
+    drafter = ParallelDraft(pairs.random_target(VARIED).parameters(), **given)
+    text, length = pairs.padded([[3, 1, 4, 1, 5] * 8, [9], [2, 6, 5]], 64)
+    known, is_asked = np.array([5, 0, 2]), np.array(asked) > 0
+    draft, cache = drafted(
+        dataclasses.replace(drafter, rests=True), text, length, [known],
+        Terms(np.where(is_asked, K, 0)), beyond=1e4,
+    )  # fmt: skip
+    width = K + 1
+    assert draft.num_passes.tolist() == [any(asked) and 1 + -(-(40 - width - 5) // width)]
+    assert cache.length.tolist() == np.where(is_asked, length, known).tolist()
+    all_known = drafted(drafter, text, length, [length - 1], Terms(), beyond=0.0)[0]
+    np.testing.assert_array_equal(draft.tokens[is_asked], all_known.tokens[is_asked])
 
 
 def test_a_lookup_that_finds_nothing_costs_nothing() -> None:
@@ -277,6 +296,16 @@ def test_a_level_that_was_not_asked_for_long_catches_up(seen: int) -> None:
     found = levels_draft(TOP, TOP, TOP, valid=np.minimum(seen, LENGTH))
     assert found.tokens.tolist() == pairs.greedy(pairs.random_draft(1, TOP), TEXT, COUNT)
     assert int(found.num_passes[0]) == 3
+
+
+def test_a_level_below_that_rests_forgets_what_was_refused() -> None:
+    """Whatever it had read of padding, or of drafts, is no text when it is asked again."""
+    static = RoundStatic(COUNT, level_speculative_tokens=(4,))
+    drafter = drafter_of([pairs.random_draft(1, TOP), pairs.random_draft(1, NEAR)], static)
+    state = pairs.state_after(drafter, PADDED, [LENGTH, LENGTH + 9], 0.0)
+    rest = Terms(np.zeros(ROWS, int))
+    _, state = jax.jit(lambda state: drafter.propose(state, PADDED, LENGTH, COUNT, rest))(state)
+    np.testing.assert_array_equal(state.below.cache.length, LENGTH - 1)
 
 
 def by_hand(text: list[int], margin: float) -> list[int]:

@@ -363,7 +363,9 @@ def test_no_more_is_asked_of_a_block_than_it_has() -> None:
     opened = OpenPair(unread[0], (unread[1],), is_embedded=False)
     for fitting in ("exact", "autoregressive"):  # whatever K the other rules would have
         opened.check_drafting(DecodingConfig(rule=fitting, lossless_speculative_tokens=6))
-    opened.check_drafting(DecodingConfig(num_speculative_tokens="auto"))
+    auto = DecodingConfig(num_speculative_tokens="auto")
+    opened.check_drafting(auto.replace(rule="exact"))
+    assert_refused("window_size", opened.check_drafting, auto)
     assert_refused("give num_speculative_tokens=6", opened.check_drafting, DecodingConfig())
 
 

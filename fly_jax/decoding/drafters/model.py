@@ -207,7 +207,7 @@ class DraftModel(ModelDrafter):
             count=jnp.zeros_like(length),
             logits=logits,
             cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
-            below=state.below,
+            below=_cut(state.below, length - 1),  # padding or refused drafts, if it rested since
             num_passes=jnp.int32(0),
             num_passes_below=jnp.zeros(self.num_models - 1, jnp.int32),
         )
@@ -258,10 +258,12 @@ class _Run:
         start = jnp.maximum(self.length - width, 0)
         latest = jnp.maximum(self.length - most, 0)
         needed = jnp.where(self.is_asked, start, 0)
+        known = progress.cache.length
         progress, held, fed = caught_up(
-            lambda one, at: self._fed(one, at, most)[0],
-            progress, progress.cache.length, needed, most, latest,
-        )  # fmt: skip
+            lambda one, at: self._fed(one, at, most)[0], progress, known, needed, most, latest
+        )
+        # A finished row is fed beside the others, and may attend to a part of its text.
+        held = jnp.where(self.is_asked, held, known)
         progress = dataclasses.replace(progress, num_passes=progress.num_passes + fed)
         progress = once(jnp.any(self.is_asked), lambda one: self._catch_up(one, width), progress)
         return dataclasses.replace(progress, cache=progress.cache.with_length(held))
@@ -429,6 +431,15 @@ def caught_up(
     return jax.lax.while_loop(
         lambda given: jnp.any(given[1] < needed), again, (carry, length, jnp.int32(0))
     )
+
+
+def _cut(state: Any, length: RowInts) -> Any:
+    """A drafter's state whose caches have no more than so many positions of each row."""
+    return jax.tree.map(
+        lambda one: one.with_length(jnp.minimum(one.length, length))
+        if isinstance(one, KVCache) else one,
+        state, is_leaf=lambda one: isinstance(one, KVCache),
+    )  # fmt: skip
 
 
 def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width"]:

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
-from fly_jax.decoding.drafters.model import ModelDrafter, ModelState, caught_up, slice_rows
-from fly_jax.shapes import Index, RowFlags, RowInts, Text
+from fly_jax.decoding.drafters.model import ModelDrafter, ModelState, caught_up, once, slice_rows
+from fly_jax.models.cache import KVCache
+from fly_jax.shapes import Index, Logits, RowFlags, RowInts, Text, Tokens
 from fly_jax.verification.data import STATIC, taken
+
+_Drafted = tuple[KVCache, Tokens, Logits | None]
 
 
 @jax.tree_util.register_dataclass
@@ -56,25 +59,35 @@ class ParallelDraft(ModelDrafter):
         """Drafts all tokens in one pass, each drawn as if those before it were not known."""
         model, width = self._model, self._width
         cache = state.cache.with_length(jnp.minimum(state.cache.length, length - 1))
-        num_passes = jnp.int32(1)
+        num_passes, held = jnp.int32(1), length
         start = jnp.maximum(length - width, 0)
+        ahead = jnp.arange(num_speculative_tokens, dtype=jnp.int32)
+
+        def draft(given: _Drafted) -> _Drafted:
+            cache, _, logits = given
+            at = start[:, None] + jnp.arange(width + num_speculative_tokens - 1, dtype=jnp.int32)
+            tokens = slice_rows(text, start, at.shape[1])
+            tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
+            hidden, cache = model.extend(tokens, cache.with_length(start))
+            found = model.logits(taken(hidden, (length - 1 - start)[:, None] + ahead))
+            tokens = terms.choose(found, length[:, None] + ahead, self.layout)
+            return cache, tokens, None if logits is None else found
+
+        shape = len(length), num_speculative_tokens
+        logits = None if terms.sampling is None else jnp.zeros((*shape, self.config.vocab_size))
+        given = cache, jnp.zeros(shape, jnp.int32), logits
+        wanted = terms.of_each(length, num_speculative_tokens)
         if self.rests:
+            is_asked, known = wanted > 0, cache.length
             cache, _, fed = caught_up(
                 lambda one, at: model.extend(slice_rows(text, at, width), one.with_length(at))[1],
-                cache, cache.length, start, width,
+                cache, known, jnp.where(is_asked, start, 0), width, start,
             )  # fmt: skip
-            num_passes += fed
-        at = start[:, None] + jnp.arange(width + num_speculative_tokens - 1, dtype=jnp.int32)
-        tokens = slice_rows(text, start, at.shape[1])
-        tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
-        hidden, cache = model.extend(tokens, cache.with_length(start))
-        places = (length - 1 - start)[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
-        logits = model.logits(taken(hidden, places))
-        positions = length[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
-        draft = Draft(
-            tokens=terms.choose(logits, positions, self.layout),
-            logits=None if terms.sampling is None else logits,
-            num_drafted=terms.of_each(length, num_speculative_tokens),
-            num_passes=num_passes[None],
+            given = once(jnp.any(is_asked), draft, (cache, *given[1:]))
+            num_passes, held = fed + jnp.any(is_asked), jnp.where(is_asked, length, known)
+        else:
+            given = draft(given)
+        cache, tokens, logits = given
+        return Draft(tokens, logits, wanted, num_passes[None]), ModelState(
+            cache.with_length(held), None
         )
-        return draft, ModelState(cache.with_length(length), None)

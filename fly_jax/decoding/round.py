@@ -118,6 +118,7 @@ class RoundProgram:
             tokens=settled.tokens,
             why=settled.why,
             count=settled.count,
+            live=live,
             num_drafted=jnp.where(live, draft.num_drafted, 0),
             num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
             num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),

@@ -94,6 +94,7 @@ class RoundOutput:
     tokens: Int[Array, "rounds rows block"]  # settled ones, the first `count` of each row
     why: Int[Array, "rounds rows block"]  # int8 `Why` of each of them
     count: Int[Array, "rounds rows"]
+    live: Bool[Array, "rounds rows"]  # rows that the round has decoded, settled or not
     num_drafted: Int[Array, "rounds rows"]  # draft tokens verified; 0 for a finished row
     num_accepted: Int[Array, "rounds rows"]  # draft tokens kept, rescued ones included
     num_rescued: Int[Array, "rounds rows"]

@@ -287,12 +287,11 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     """The rounds of a dispatch (on the host, with chosen K) that had something to do."""
     assert output.depth is not None
     assert output.expected is not None
-    is_live = (output.count > 0) | (output.num_drafted > 0)
     kept = np.sum(output.count - (output.count > 0), axis=1)
-    longest, rows = np.max(output.num_drafted, axis=1), np.sum(is_live, axis=1)
+    longest, rows = np.max(output.num_drafted, axis=1), np.sum(output.live, axis=1)
     passes = output.num_draft_passes
     parts = (output.depth, kept, output.expected, longest > 0, passes, rows, longest)
-    rounds = zip(np.any(is_live, axis=1), *(one.tolist() for one in parts), strict=True)
+    rounds = zip(np.any(output.live, axis=1), *(one.tolist() for one in parts), strict=True)
     return [Round(*one) for is_run, *one in rounds if is_run]
 
 

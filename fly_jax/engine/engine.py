@@ -254,7 +254,7 @@ class Engine:
         """Decodes requests to their end, and returns their states; see `submit`."""
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
-        handed_in = [self.submit(request) for request in requests]
+        handed_in = self._handed_in(requests)
         for _ in self.run(()):
             pass
         return handed_in
@@ -267,6 +267,15 @@ class Engine:
         a rule of a kind that it was not made for or that could rescue nothing with its K, or
         another sampling than that of an offline engine.
         """
+        return self._handed_in([request])[0]
+
+    def _handed_in(self, requests: Iterable[Request]) -> list[RequestState]:
+        """Queues all requests, or none if one of them is refused."""
+        states = [self._checked(request) for request in requests]
+        self.waiting.extend(states)
+        return states
+
+    def _checked(self, request: Request) -> RequestState:
         prompt = check_prompt(request.prompt, self._programs.config)
         rule = self._own if request.rule is None else request.rule
         has_tokenizer = self._tokenizer is not None
@@ -285,9 +294,7 @@ class Engine:
         ids = request.protected_token_ids
         ids = None if ids is None else tuple(ids)
         given = dataclasses.replace(request, prompt=prompt, protected_token_ids=ids)
-        request_state = RequestState(given, rule, self._tokenizer)
-        self.waiting.append(request_state)
-        return request_state
+        return RequestState(given, rule, self._tokenizer)
 
     def takes(self, rule: Rule) -> bool:
         """Tells whether the engine was made for a rule of this kind, whatever its numbers."""
@@ -335,8 +342,7 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[RequestState, Settled]]:
         """Decodes requests, yielding what settles; `RequestState.generation` has the whole."""
-        for request in requests:
-            self.submit(request)
+        self._handed_in(requests)
         while not self.is_idle:
             yield from self.step()
 
@@ -353,9 +359,10 @@ class Engine:
         """Compiles the programs that these requests need and no request before them has needed.
 
         A request that shares less with the slots than with any other prompt may still compile.
-        FlyJaxError while requests wait or are being decoded.
+        FlyJaxError while requests wait or are being decoded, or for one that `submit` refuses.
         """
-        prompts = [one.prompt for one in requests]
+        if not (prompts := [self._checked(one).request.prompt for one in requests]):
+            return
         chunks = self._prefill.plan.needed(prompts, self.slots.texts, self.slots.block)
         lengths = [(len(one.prompt), self._prefill.limit(one)) for one in requests]
         drawn = {one.is_drawn for one in requests}

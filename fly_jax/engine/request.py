@@ -179,9 +179,9 @@ class RequestState:
     ) -> Settled | None:
         """Adds a round's results for its row; returns what has settled, or None."""
         one, (index, row) = self.generation, at
-        count, drafted = int(output.count[at]), int(output.num_drafted[at])
-        if count == 0 and drafted == 0:
+        if not output.live[at]:
             return None
+        count, drafted = int(output.count[at]), int(output.num_drafted[at])
         tokens = tuple(output.tokens[index, row, :count].tolist())
         why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
         one.token_ids.extend(tokens)

@@ -81,7 +81,7 @@ def _of_dispatch(
     awaited = [None if one is None or one.is_finished else one for one in occupants]
     left = np.array([0 if one is None else _room(one, max_length) for one in awaited])
     prompt = np.array([-1 if one is None else numbers[one] for one in awaited])
-    live = ((found["num_drafted"] > 0) | (found["count"] > 0)) & (prompt >= 0)
+    live = output.live & (prompt >= 0)
     found["room"] = left - (np.cumsum(found["count"], axis=0) - found["count"])
     found["prompt"] = np.broadcast_to(prompt, live.shape)
     return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[live], found))

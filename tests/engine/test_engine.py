@@ -277,6 +277,7 @@ def test_offline_all_compiles_beforehand(compilations: Callable[[], list[str]]) 
     given = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
     forget_programs()
     engine = engine_for(kind, offline=True)
+    engine.warm_up_for([])
     engine.warm_up_for(given)
     compilations()
     states = [engine.submit(request) for request in given]

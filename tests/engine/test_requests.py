@@ -39,6 +39,8 @@ def test_requests_that_are_refused(kind: str) -> None:
     engine = engine_for(KINDS[kind])
     for words, request in REFUSED[kind].items():
         assert_refused(words, engine.submit, request)
+        assert_refused(words, engine.answer, [Request([1]), request])
+        assert_refused(words, engine.warm_up_for, [request])
         assert engine.is_idle
     if kind == "defer":
         engine.submit(Request([1], sampling=Sampling(0.0)))  # which is greedy

@@ -111,7 +111,7 @@ def defer(
     after = (steps > index[:, None]) & (steps < num_drafted[:, None]) & is_new[:, None]
     kept = jnp.where(after, Why.MATCHED.value, verdict.why)
     kept = jnp.where(here, Why.RESCUED.value, kept).astype(jnp.int8)
-    gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
+    gap = seen.gap[:, :num_draft]
     bonus = taken(seen.replacement, num_drafted)
     whole = dataclasses.replace(
         verdict,

@@ -53,7 +53,7 @@ def report(
     return Reports(
         draft=jnp.where(is_bonus, _NO_DRAFT, jnp.pad(draft_tokens, pad)).astype(jnp.int32),
         choice=seen.argmax,
-        draft_log_prob=seen.draft_logit - seen.log_sum_exp,
+        draft_log_prob=seen.log_prob,
         choice_log_prob=seen.argmax_logit - seen.log_sum_exp,
         entropy=jnp.zeros_like(seen.log_sum_exp) if seen.entropy is None else seen.entropy,
         verdict=jnp.where(is_bonus, Why.BONUS.value, jnp.pad(verdict, pad)).astype(jnp.int8),

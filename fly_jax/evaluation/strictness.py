@@ -86,7 +86,7 @@ class Strictness:
 
 
 def _probability(rounds: Rounds) -> Levels:
-    return np.exp(rounds.evidence.draft_logit - rounds.evidence.log_sum_exp)
+    return np.exp(rounds.evidence.log_prob)
 
 
 def _gap(rounds: Rounds) -> Levels:

@@ -44,6 +44,7 @@ BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (Chat
         (BOTH, {"temprature": 1}, "no field 'temprature'; write 'temperature'"),
         (BOTH, {"presence_penalty": 0.5}, "presence_penalty is 0.5"),
         (BOTH, {"repetition_penalty": 0}, "repetition_penalty is 0"),
+        (BOTH, {"repeat_penalty": 1.3}, "repeat_penalty is 1.3"),
         (BOTH, {"logit_bias": {"3": 1}}, "logit_bias"),
         (BOTH, {"skip_special_tokens": False}, "skip_special_tokens is False"),
         (BOTH, {"guided_regex": "a+"}, "guided_regex is 'a+'"),

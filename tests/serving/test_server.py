@@ -162,7 +162,7 @@ def test_prompts_of_every_kind_and_several_answers(live: Live) -> None:
         expected = [*enumerate((first, first, second, second))]
         assert [(one.index, one.text) for one in reply.choices] == expected
         assert reply.usage.prompt_tokens == sum(map(len, ids))
-    assert live.completion(ids[0], max_tokens=9).choices[0].text == first
+    assert live.completion(ids[0], max_tokens=9, n=None).choices[0].text == first
 
 
 def test_draws(live: Live) -> None:
@@ -174,6 +174,8 @@ def test_draws(live: Live) -> None:
     assert len(set(first)) == 3
     assert [drawn(seed=seed, top_p=0.95)[0] for seed in (5, 6, 7)] == first
     assert drawn() != drawn()
+    reply = live.completion([PROMPT] * 3, max_tokens=12, temperature=1.0)
+    assert len({one.text for one in reply.choices}) == 3
     exact = {"fly": {"rule": "exact"}}
     _, text = live.alone(PROMPT, 12, rule="sampled", temperature=0.7, seed=9)
     assert drawn(seed=9, temperature=0.7, extra_body=exact) == [text]

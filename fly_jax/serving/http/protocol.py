@@ -42,6 +42,7 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
         (
             *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
             *("min_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability"),
+            *("dynatemp_range", "samplers"),
             *("max_completion_tokens", "max_new_tokens", "n_predict", "top_logprobs"),
             *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -53,7 +54,9 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
         ),
         _NOTHING,
     ),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+    **dict.fromkeys(
+        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (1,)
+    ),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -182,7 +185,9 @@ class _GenerationFields(_Fields):
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_PROMPTS)] = 1
+    n: Annotated[
+        int, BeforeValidator(lambda n: 1 if n is None else n), Field(ge=1, le=_MOST_PROMPTS)
+    ] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopText | _Stops | None = None
     stream: bool | None = False

@@ -103,10 +103,12 @@ class RequestBuilder:
             cache_salt,
             repeats=request.seed is not None,
         )
+        # Without a seed no two answers share their draws; with one each prompt's are its own.
+        apart = request.n if request.seed is None else 0
         return [
             dataclasses.replace(first, prompt=prompt, seed=(first.seed + index) % 2**32)
-            for prompt in prompts
-            for index in range(request.n)
+            for at, prompt in enumerate(prompts)
+            for index in range(at * apart, at * apart + request.n)
         ]
 
     def rule_name(self, request: GenerationRequest) -> str:

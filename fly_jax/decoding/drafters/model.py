@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
+from fly_jax.decoding.state import map_caches
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
@@ -207,7 +208,10 @@ class DraftModel(ModelDrafter):
             count=jnp.zeros_like(length),
             logits=logits,
             cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
-            below=_cut(state.below, length - 1),  # padding or refused drafts, if it rested since
+            # What it has read beyond is padding or refused drafts.
+            below=map_caches(
+                lambda one: one.with_length(jnp.minimum(one.length, length - 1)), state.below
+            ),
             num_passes=jnp.int32(0),
             num_passes_below=jnp.zeros(self.num_models - 1, jnp.int32),
         )
@@ -431,15 +435,6 @@ def caught_up(
     return jax.lax.while_loop(
         lambda given: jnp.any(given[1] < needed), again, (carry, length, jnp.int32(0))
     )
-
-
-def _cut(state: Any, length: RowInts) -> Any:
-    """A drafter's state whose caches have no more than so many positions of each row."""
-    return jax.tree.map(
-        lambda one: one.with_length(jnp.minimum(one.length, length))
-        if isinstance(one, KVCache) else one,
-        state, is_leaf=lambda one: isinstance(one, KVCache),
-    )  # fmt: skip
 
 
 def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width"]:

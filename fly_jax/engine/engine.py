@@ -254,7 +254,7 @@ class Engine:
         """Decodes requests to their end, and returns their states; see `submit`."""
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
-        handed_in = self._handed_in(requests)
+        handed_in = self.submit_all(requests)
         for _ in self.run(()):
             pass
         return handed_in
@@ -267,10 +267,10 @@ class Engine:
         a rule of a kind that it was not made for or that could rescue nothing with its K, or
         another sampling than that of an offline engine.
         """
-        return self._handed_in([request])[0]
+        return self.submit_all([request])[0]
 
-    def _handed_in(self, requests: Iterable[Request]) -> list[RequestState]:
-        """Queues all requests, or none if one of them is refused."""
+    def submit_all(self, requests: Iterable[Request]) -> list[RequestState]:
+        """Queues requests; none if `submit` refuses one of them."""
         states = [self._checked(request) for request in requests]
         self.waiting.extend(states)
         return states
@@ -280,6 +280,9 @@ class Engine:
         rule = self._own if request.rule is None else request.rule
         has_tokenizer = self._tokenizer is not None
         check_request(request, rule, self.spec.static, self.max_length, has_tokenizer=has_tokenizer)
+        most = None if self.drafter is None else self.drafter.most_tokens
+        if most is not None and not self.spec.static.deferred_window:
+            rule.check(most)
         if not self.takes(rule):
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
@@ -342,7 +345,7 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[RequestState, Settled]]:
         """Decodes requests, yielding what settles; `RequestState.generation` has the whole."""
-        self._handed_in(requests)
+        self.submit_all(requests)
         while not self.is_idle:
             yield from self.step()
 

@@ -101,7 +101,7 @@ def answer_items(
                 max_new_tokens=max(one.max_new_tokens for one in wanted),
                 audits=config.is_loosened,  # for the regret
             )  # fmt: skip
-            engine.warm_up_for(wanted)
+            engine.warm_up_for([replace(one, sampling=engine.spec.sampling) for one in wanted])
             engine.forget()
             engines[name] = engine, missing
     total, left = len(items) * len(configs), sum(len(missing) for _, missing in engines.values())

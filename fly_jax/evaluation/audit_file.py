@@ -14,7 +14,6 @@ import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -117,7 +116,8 @@ class Continuation:
 def final_answer(text: str) -> str:
     """The last number in a text, as 18000 for 18,000.00; without one its last line."""
     if numbers := _NUMBER.findall(text):
-        return f"{Decimal(numbers[-1].replace(',', '')).normalize():f}"
+        whole, point, part = str(numbers[-1]).replace(",", "").partition(".")
+        return whole + (point + part).rstrip("0").rstrip(".")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 

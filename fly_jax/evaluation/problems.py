@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 BUILT_IN = Path(__file__).parents[1] / "models" / "embedded" / "problems.jsonl"
-_ANSWER = re.compile(r"^\W*Answer:\W*?(-?\d[\d,]*)(?!\.?\d)", re.MULTILINE)
+_ANSWER = re.compile(r"^\W*Answer:[^\w\n.\u2212-]*(-?\d[\d,]*+)(?!\.\d)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,8 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
             for number in clients:
                 found.append(await load(client, path, bodies, number))
         finally:  # what was measured before a server refused
-            print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
+            if found:
+                print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
     if values.json:
         measured = [one.to_dict() for one in found]
         print(json.dumps({"machine": describe(), "model": model, "measured": measured}))

@@ -43,7 +43,7 @@ class _EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
     decode: tuple[str, ...] = parameter(
         (),
         "as for bench, or draft for the draft model alone; others are held to the first rule; if "
-        "not given, one token at a time, exact, and the chosen rule",
+        "not given, one token at a time, exact (or sampled), and the chosen rule",
     )
     limit: int | None = parameter(None, "the first items of each task", kind=int, low=1)
     output: str | None = parameter(None, "folder for the answers and the figures")

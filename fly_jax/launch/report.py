@@ -95,7 +95,8 @@ def _read(folder: Path, margin: float) -> _Runs:
     for path in sorted(folder.rglob("*.json")):
         name = str(path.relative_to(folder).with_suffix(""))
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            found = json.loads(text)
             keys = found.keys() if isinstance(found, dict) else set()
             if {"decodings", "turns"} <= keys:
                 runs.speeds[name] = found
@@ -110,8 +111,8 @@ def _read(folder: Path, margin: float) -> _Runs:
                 continue
             runs.machines.setdefault(_in_words(found["machine"]), []).append(name)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            if getattr(error, "msg", "") == "Extra data":  # JSON lines, which are neither
-                continue
+            if getattr(error, "msg", "") == "Extra data" and '"machine"' not in text:
+                continue  # JSON lines, which are neither
             raise FlyJaxError(
                 f"{path} is no whole file of bench --json or evaluate ({error!r}); measure it "
                 "again, or move it elsewhere."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,12 @@ class LeadingEngine(Engine):
         self._messages: list[Json] = []
         self._going: list[RequestState] = []
 
-    def submit(self, request: Request) -> RequestState:
-        """Submits a request here and in the other processes; see `Engine`."""
-        state = super().submit(request)
-        self._messages.append(encoded(state.request))
-        self._going.append(state)
-        return state
+    def submit_all(self, requests: Iterable[Request]) -> list[RequestState]:
+        """Submits requests here and in the other processes; see `Engine`."""
+        states = super().submit_all(requests)
+        self._messages += [encoded(one.request) for one in states]
+        self._going += states
+        return states
 
     def cancel(self, state: RequestState) -> None:
         """Cancels a request here and in the other processes; see `Engine`."""

@@ -17,7 +17,18 @@ from jaxtyping import Array
 from random_pairs import PROMPTS, tokens_of
 from refusals import assert_refused
 
-from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Terms, Verdict
+from fly_jax import (
+    DecodingConfig,
+    Draft,
+    Drafter,
+    Engine,
+    Fly,
+    Generation,
+    Lookup,
+    Request,
+    Terms,
+    Verdict,
+)  # fmt: skip
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
 from fly_jax.decoding.drafters.parallel import ParallelDraft
@@ -366,6 +377,8 @@ def test_no_more_is_asked_of_a_block_than_it_has() -> None:
     auto = DecodingConfig(num_speculative_tokens="auto")
     opened.check_drafting(auto.replace(rule="exact"))
     assert_refused("window_size", opened.check_drafting, auto)
+    engine = pairs.batch_engine(target, head, pairs.rounds(7, depths=(0, 3, 7)), rules=(Fly(),))
+    assert_refused("window_size", engine.submit, Request([1], rule=Fly()))
     assert_refused("give num_speculative_tokens=6", opened.check_drafting, DecodingConfig())
 
 

@@ -73,14 +73,18 @@ def test_the_rule_is_changed_on_the_way(talk: Talk) -> None:
     answers, said = talk("/exact", "Ada", "/clear", "/rule fly | margin", "Ada", flags=flags)
     assert len(answers) == 2
     assert all(f"The rule is {rule}." in said for rule in ("exact", "fly | margin"))
-    _, said = talk("/rule lucky", "caf\udce9", "/dance", "/help", "/rule", "/clear all")
-    for words in (
-        "/clear stands alone, without 'all'.",
-        "lucky",
-        "not valid Unicode",
-        "no command /dance",
-    ):
+    _, said = talk("/rule lucky", "/dance", "/help", "/rule", "/clear all")
+    for words in ("/clear stands alone, without 'all'.", "lucky", "no command /dance"):
         assert words in said
+
+
+def test_a_line_that_is_not_utf_8_is_one_sentence(
+    chatty: list[str], monkeypatch: Patch, ran: Ran
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nAda\n"), "utf-8"))
+    out, said = ran("chat", *chatty, *SIZES)
+    assert "not valid Unicode" in said
+    assert said.count("tokens/s") == 1, out
 
 
 @pytest.fixture

@@ -41,7 +41,11 @@ def data(tmp_path: Path) -> Path:
         ("humaneval", "```python\ndef first(x: List[int]):\n    return x[0]\n```", "return x[0]"),
         ("humaneval", "    return x[0]\n", "    return x[1]\n"),
         ("mbpp", f"Here:\n```python\n{MBPP['code']}\n```\nIt works.", "exit(0)"),
-        ("mbpp", f"```sh\npip\n```\nThen\n```python3\n{MBPP['code']}\n```", "```py\npass\n```"),
+        (
+            "mbpp",
+            f"```sh\npip\n```\nThen ```x``` by\n```python3\n{MBPP['code']}\n```",
+            "```py\npass\n```",
+        ),
         ("gsm8k", "So 500 + 734.\n#### 1234\n", "1234\n#### 1235"),
         ("gsm8k", "That makes $1,234.00.", "It cannot be said."),
     ],

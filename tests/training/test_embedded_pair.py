@@ -269,7 +269,14 @@ def test_extract_answer() -> None:
         "Answer: **74** m",
     ):
         assert extract_answer(text) == "74"
-    for text in ("\nAnswer: 74.5", "\nAnswer: ", "the Answer: 74", ""):
+    for text in (
+        "\nAnswer: 1,074.5",
+        "Answer:\n74",
+        "Answer: .74",
+        "\nAnswer: ",
+        "the Answer: 74",
+        "",
+    ):
         assert extract_answer(text) is None
 
 

@@ -37,7 +37,7 @@ class BlockDraft(HeadDrafter):
     @property
     def may_fall_short(self) -> bool:  # type: ignore[override]
         """The confidence may end a draft, and a block may be smaller than a chosen K."""
-        return self._confides or self._width < self.num_speculative_tokens
+        return self._confides or self.most_tokens < self.num_speculative_tokens
 
     @property
     def _own(self) -> Block:
@@ -45,7 +45,7 @@ class BlockDraft(HeadDrafter):
         return self.config.head
 
     @property
-    def _width(self) -> int:
+    def most_tokens(self) -> int:  # type: ignore[override]
         """Tokens that a pass drafts."""
         return min(self.num_speculative_tokens, self._own.most_tokens)
 
@@ -72,7 +72,7 @@ class BlockDraft(HeadDrafter):
         terms: Terms = PLAIN,
     ) -> tuple[Draft, KVCache]:  # fmt: skip
         """Drafts in one pass, or in none where no token is wanted of any row."""
-        cache, width = state.with_length(length - 1), self._width
+        cache, width = state.with_length(length - 1), self.most_tokens
         last, rows = slice_rows(text, length - 1, 1), len(length)
 
         def draft() -> Draft:

@@ -95,6 +95,7 @@ class Drafter(abc.ABC):
       num_speculative_tokens: tokens that it proposes at a time where a draft model asks it.
       num_models: draft models that it runs, those below it included.
       num_earlier_tokens: of earlier answers in which it, or one below, looks (`Terms.earlier`).
+      most_tokens: the longest draft that it can make; None for K.
       may_fall_short: it may propose fewer tokens than it was asked for.
       rests: its state may lack any part of the text's end, which `propose` then takes in.
       adapts: a row that wants fewer tokens may save a pass.
@@ -111,6 +112,7 @@ class Drafter(abc.ABC):
     num_speculative_tokens: int
     num_models: int = 0
     num_earlier_tokens: int = 0
+    most_tokens: int | None = None
     may_fall_short: bool = False
     rests: bool = False
     adapts: bool = False

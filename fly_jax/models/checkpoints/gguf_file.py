@@ -141,7 +141,7 @@ class _Header:
         if type(unit) is not int or unit < 1 or unit & (unit - 1):
             raise ValueError(f"Its tensors begin at multiples of {unit}.")
         begin = -(-self._at // unit) * unit
-        tensors = {name: self._tensor(*claim, begin) for name, claim in claims.items()}
+        tensors = {name: self._tensor(path, *claim, begin) for name, claim in claims.items()}
         ends = 0
         for one in sorted(tensors.values(), key=lambda one: one.begin):
             if one.begin < ends:
@@ -150,15 +150,16 @@ class _Header:
         return GgufFile(path, tensors, values)
 
     def _tensor(
-        self, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, place: int, begin: int
-    ) -> GgufTensor:
+        self, path: Path, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, place: int,
+        begin: int,
+    ) -> GgufTensor:  # fmt: skip
         if kind.name in _PLAIN:
             stored = np.dtype(self._order + _PLAIN[kind.name]), shape
         else:
-            if self._order == ">" and kind.name != "BF16":  # whose scales were turned around too
+            if self._order == ">":  # which turns the scales within blocks around too
                 raise FlyJaxError(
-                    f"A big-endian GGUF file has a tensor in {kind.name}, and fly_jax reads F32 "
-                    "and F16 of such; give the little-endian file."
+                    f"{path} is big-endian and has a tensor in {kind.name}; fly_jax reads F32 and "
+                    "F16 of such: give the little-endian file."
                 )
             stored = np.dtype(np.uint8), gguf.quant_shape_to_byte_shape(shape, kind)
         dtype, sizes = stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.head_config import Eagle3
 from fly_jax.shapes import RowInts
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
@@ -103,6 +105,15 @@ class KVCache:
 def cache_shape(config: LlamaConfig, rows: int, capacity: int) -> tuple[int, ...]:
     """Shape of the keys, and of the values, for so many rows of `capacity` positions."""
     return (config.num_layers, rows, config.num_kv_heads, capacity, config.head_size)
+
+
+def feature_cache(config: LlamaConfig) -> LlamaConfig | None:
+    """The sizes of the cache of an EAGLE-3 head's features, a half of each as its keys."""
+    if not isinstance(config.head, Eagle3):
+        return None
+    half = config.embed_size // 2
+    heads = math.gcd(half, config.num_kv_heads)  # so that a mesh splits them alike
+    return dataclasses.replace(config, num_kv_heads=heads, head_size=half // heads)
 
 
 def empty_cache(

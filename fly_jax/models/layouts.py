@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.models.architectures import LlamaConfig, MatrixType, ParameterSpec, parameter_specs
 from fly_jax.models.attention import query_axes
-from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.cache import CACHE_AXES, cache_shape, feature_cache
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout, axes_in
 
@@ -115,8 +115,9 @@ def parameter_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | 
 
 def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
     """Bytes that one device holds of the caches of all rows, in bfloat16."""
-    shape = cache_shape(config, workload.rows, workload.capacity)
-    return 2 * layout.shard_bytes(CACHE_AXES, shape, 2)
+    sizes = workload.rows, workload.capacity
+    shapes = [cache_shape(one, *sizes) for one in (config, feature_cache(config)) if one]
+    return sum(2 * layout.shard_bytes(CACHE_AXES, shape, 2) for shape in shapes)
 
 
 def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip) -> float:
@@ -125,11 +126,12 @@ def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: 
     read += cache_bytes(layout, config, workload)
     wide = layout.axes_of("ffw", config.ffw_size)
     num_bytes = workload.rows * config.embed_size * 2 // layout.devices(("data",))
-    exchanged = [("all-reduce", wide)] * 2
-    exchanged += [(kind, ("y",)) for kind in cache_exchanges(layout, config, workload)]
+    exchanged = [("all-reduce", num_bytes, wide)] * 2
+    for kind in cache_exchanges(layout, config, workload):
+        exchanged.append((kind, cache_exchange_bytes(layout, kind, num_bytes), ("y",)))
     network = sum(
-        chip.exchange_seconds(kind, num_bytes, *group_of(layout.mesh.shape, names))
-        for kind, names in exchanged
+        chip.exchange_seconds(kind, some, *group_of(layout.mesh.shape, names))
+        for kind, some, names in exchanged
     )
     return read / chip.memory_bandwidth + config.num_layers * network
 
@@ -144,6 +146,11 @@ def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> 
     if "y" in axes_in(rows):
         return ("all-to-all", "all-to-all") if is_split else ("all-gather",)
     return ()
+
+
+def cache_exchange_bytes(layout: Layout, kind: str, num_bytes: int) -> int:
+    """Bytes of its result on one device, of so many bytes of activations of its rows."""
+    return num_bytes // layout.devices(("x", "y") if kind == "all-to-all" else ("x",))
 
 
 def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:

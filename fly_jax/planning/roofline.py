@@ -15,7 +15,13 @@ from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.head_config import Block
-from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
+from fly_jax.models.layouts import (
+    Workload,
+    cache_bytes,
+    cache_exchange_bytes,
+    cache_exchanges,
+    parameter_bytes,
+)
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
@@ -134,9 +140,9 @@ def model_exchanges(
     wide, size, layers = layout.devices(axes), layout.devices(("y",)), config.num_layers
     sums = Exchange("all-reduce", (shape,), num_bytes, wide, 2 * layers, axes)
     found = [sums] if wide > 1 else []
-    share = num_bytes * size // layout.devices(("x", "y"))
-    if size > 1:
-        found += [Exchange(kind, (shape,), share, size, layers, ("y",)) for kind in kinds]
+    for kind in kinds if size > 1 else ():
+        share = cache_exchange_bytes(layout, kind, num_bytes)
+        found.append(Exchange(kind, (shape,), share, size, layers, ("y",)))
     return found
 
 

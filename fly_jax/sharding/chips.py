@@ -21,9 +21,10 @@ class Chip:
     memory_bytes: float  # what a program may use
     memory_bandwidth: float
     flops: float  # bfloat16 operations per second; int8 matrices are widened and run at this rate
-    link_bandwidth: float  # along one axis of a mesh (on a torus, both ways), or to the switch
+    link_bandwidth: float  # along one axis of a mesh (on a ring, both ways), or to the switch
     step_seconds: float  # latency of one hop on a torus, or of one pass through the switch
     vector_memory: float  # bytes that stay between two operations, in it or in the last cache
+    ring: int = 1  # an axis of a multiple of so many chips is a ring; a shorter one has two ends
     slices: tuple[str, ...] = ()  # shapes that it is sold in; empty for one behind a switch
     domain: int = 0  # chips behind one switch; 0 where there is none
     network_bandwidth: float = 0.0  # of what it sends beyond its switch
@@ -39,10 +40,11 @@ class Chip:
     ) -> float:
         """Time of one exchange (as HLO names it) between the devices along some axes of the mesh.
 
-        An all-reduce is a reduce-scatter and an all-gather. On a torus each of these passes half of
-        the way around every axis, in both directions at once, and moves all but a device's own
-        share. Behind switches it passes the switch with what is exchanged between chips of one, and
-        then the network beyond, where every chip passes on the share that is left to it.
+        An all-reduce is a reduce-scatter and an all-gather. Each of these moves all but a device's
+        own share, half of the way around a ring and in both directions at once; along an axis with
+        two ends it passes all of it, and all comes to an end from one side. Behind switches it
+        passes the switch with what is exchanged between chips of one, and then the network beyond,
+        where every chip passes on the share that is left to it.
 
         `num_bytes` are of the whole result on one device, and `stride` is devices from one of a
         group to the next: those along the axes inside.
@@ -54,8 +56,10 @@ class Chip:
         count = math.prod(sizes)
         if not self.is_tpu:
             return phases * self._switched_seconds(kind, num_bytes, count, stride)
-        steps = sum(size // 2 for size in sizes)
-        moved = num_bytes * (count - 1) / count / (self.link_bandwidth * len(sizes))
+        rings = [size % self.ring == 0 for size in sizes]
+        steps = sum(size // 2 if one else size - 1 for size, one in zip(sizes, rings, strict=True))
+        bandwidth = self.link_bandwidth * sum(1.0 if one else 0.5 for one in rings)
+        moved = num_bytes * (count - 1) / count / bandwidth
         return phases * (steps * self.step_seconds + moved)
 
     def _switched_seconds(self, kind: str, num_bytes: float, count: int, stride: int) -> float:

@@ -268,17 +268,19 @@ def test_a_draft_is_k_passes_and_a_level_below_shortens_those_above_it() -> None
 
 
 def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:
-    def seconds(work: Work, *sent: Exchange) -> float:
-        return roofline_seconds(work, sent, V5E, {"x": 8, "y": 8})
+    def seconds(work: Work, *sent: Exchange, size: int = 16) -> float:
+        return roofline_seconds(work, sent, V5E, {"x": size, "y": size})
 
     reads = Work(flops=1.0, num_bytes=819e9)
     assert seconds(reads) == pytest.approx(1.0)
     assert seconds(Work(2 * 197e12, 1.0)) == pytest.approx(2.0)
-    sums = Exchange("all-reduce", ((1,),), 0, 64, 1000)
-    # Two phases of half the way around both axes, a microsecond a hop.
-    assert seconds(reads, sums) == pytest.approx(1 + 1000 * 16e-6)
-    wide = Exchange("all-gather", ((1,),), 8 * 10**8, 8, 1000)
-    assert seconds(Work(0, 0), wide) == pytest.approx(1000 * (4e-6 + 7e8 / 100e9))
+    sums = [Exchange("all-reduce", ((1,),), 0, size, 1000) for size in (256, 64)]
+    # Two phases of half the way around both axes, a microsecond a hop; 8 chips are no ring.
+    assert seconds(reads, sums[0]) == pytest.approx(1 + 1000 * 32e-6)
+    assert seconds(reads, sums[1], size=8) == pytest.approx(1 + 1000 * 28e-6)
+    wide = [Exchange("all-gather", ((1,),), size * 10**8, size, 1000) for size in (16, 8)]
+    assert seconds(Work(0, 0), wide[0]) == pytest.approx(1000 * (8e-6 + 15e8 / 100e9))
+    assert seconds(Work(0, 0), wide[1], size=8) == pytest.approx(1000 * (7e-6 + 7e8 / 50e9))
 
 
 def test_groups_are_found_on_the_mesh() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,8 @@ from jaxtyping import Array, Float
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
 from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
-from fly_jax.models.cache import KVCache, NewEntries, empty_cache
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.cache import KVCache, NewEntries, empty_cache, feature_cache
 from fly_jax.models.head import Eagle3Head
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
 from fly_jax.verification.data import STATIC, taken
@@ -100,12 +100,10 @@ class HeadDraft(HeadDrafter):
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HeadState:
         """A state with empty caches."""
-        half = self.config.embed_size // 2
-        heads = math.gcd(half, self.config.num_kv_heads)  # so that a mesh splits them alike
-        config = dataclasses.replace(self.config, num_kv_heads=heads, head_size=half // heads)
+        features = cast(LlamaConfig, feature_cache(self.config))
         return HeadState(
             empty_cache(self.config, rows, capacity, dtype, self.layout),
-            empty_cache(config, rows, capacity, dtype, self.layout),
+            empty_cache(features, rows, capacity, dtype, self.layout),
         )
 
     def prefill(

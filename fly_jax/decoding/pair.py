@@ -26,7 +26,7 @@ from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
-from fly_jax.errors import FlyJaxError
+from fly_jax.errors import FlyJaxError, check_unicode
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
@@ -57,15 +57,6 @@ _BUILDS: dict[str, Build] = {NGRAM: lambda _, static: static.lookup or Lookup()}
 
 class CheckedPrompt(tuple[int, ...]):
     """A prompt that `check_prompt` has passed; an engine of the same target takes it as it is."""
-
-
-def check_unicode(text: str, name: str) -> None:
-    """Raises FlyJaxError for bytes of a command line, or half of a pair that JSON can spell."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        said = f"{name} holds a character that is not valid Unicode; give it as UTF-8."
-        raise FlyJaxError(said) from error
 
 
 def check_prompt(

@@ -289,9 +289,10 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     assert output.expected is not None
     kept = np.sum(output.count - (output.count > 0), axis=1)
     longest, rows = np.max(output.num_drafted, axis=1), np.sum(output.live, axis=1)
-    passes = output.num_draft_passes
-    parts = (output.depth, kept, output.expected, longest > 0, passes, rows, longest)
-    rounds = zip(np.any(output.live, axis=1), *(one.tolist() for one in parts), strict=True)
+    told = output.depth, kept, output.expected, longest > 0, output.num_draft_passes
+    rounds = zip(
+        np.any(output.live, axis=1), *(one.tolist() for one in (*told, rows, longest)), strict=True
+    )
     return [Round(*one) for is_run, *one in rounds if is_run]
 
 

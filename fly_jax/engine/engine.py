@@ -24,13 +24,7 @@ from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs, compiled, shape_of
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
-from fly_jax.engine.prefill import (
-    OFFLINE_PREFILL_TOKENS,
-    SMALL_PREFILL_TOKENS,
-    Chunk,
-    ChunkPlan,
-    Prefill,
-)
+from fly_jax.engine.prefill import OFFLINE_TOKENS, SMALL_TOKENS, Chunk, ChunkPlan, Prefill
 from fly_jax.engine.request import (
     Generation,
     Request,
@@ -40,15 +34,7 @@ from fly_jax.engine.request import (
     check_sizes,
     check_spec,
 )
-from fly_jax.engine.slots import (
-    SHARED_BLOCK,
-    Dispatch,
-    EarlierAnswers,
-    Prefix,
-    RowInputs,
-    Seated,
-    Slots,
-)
+from fly_jax.engine.slots import BLOCK, Dispatch, EarlierAnswers, Prefix, RowInputs, Seated, Slots
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama, lies_on_cpu
 from fly_jax.models.tokenizer import Tokenizer
@@ -99,7 +85,7 @@ class Engine:
         memory: CorrectionMemory | None = None,
         offline: bool = False,
         listener: Listener | None = None,
-        shared_block: int = SHARED_BLOCK,
+        shared_block: int = BLOCK,
     ) -> None:
         """Checks the pair against the rule. The caches are made when they are first needed.
 
@@ -154,8 +140,8 @@ class Engine:
         self._buckets = self._programs.attention_buckets(length, num_slots)
         self._capacity = self._buckets.steps[-1]
         few = self._programs.has_few_shapes
-        tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
-        tokens = min(tokens, SMALL_PREFILL_TOKENS if few or lies_on_cpu(target) else tokens)
+        tokens = OFFLINE_TOKENS if offline else prefill_chunk
+        tokens = min(tokens, SMALL_TOKENS if few or lies_on_cpu(target) else tokens)
         longest, self._prefill_chunk = self._capacity if few else length, prefill_chunk
         plan = ChunkPlan(
             self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest,
@@ -192,7 +178,7 @@ class Engine:
         reports_evidence: bool = False, reports_mismatches: bool = False,
         load_may_change_text: bool = False, memory: CorrectionMemory | None = None,
         listener: Listener | None = None, with_texts: bool = True, offline: bool = False,
-        shared_block: int = SHARED_BLOCK, **given: Any,
+        shared_block: int = BLOCK, **given: Any,
     ) -> Self:  # fmt: skip
         """Makes an engine of a pair; see `__init__` and `RoundStatic` for the other arguments.
 
@@ -440,12 +426,8 @@ class Engine:
         new_chunks = sorted(set(chunks) - self._compiled)
         never = bool(self.spec.static.deferred_window)
         kinds = sorted({one and not never for one in drawn})
-        rounds = [
-            (drawn_too, *where)
-            for where in itertools.product(reaches, self._row_steps)
-            for drawn_too in kinds
-            if (drawn_too, *where) not in self._compiled
-        ]
+        every = [(one, *at) for at in itertools.product(reaches, self._row_steps) for one in kinds]
+        rounds = [one for one in every if one not in self._compiled]
         if not (new_chunks or rounds):
             return
         state, inputs = self._held(), {one: self._inputs(sampled=one) for one in kinds}

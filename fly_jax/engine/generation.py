@@ -52,10 +52,7 @@ def generate(
     if isinstance(memory, str):
         given["memory"], memory = memory, None
     config = pair.config(config, **given)
-    ids = [
-        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
-    ]
+    ids = [pair.tokenizer.encode(one) if isinstance(one, str) else list(one) for one in prompts]
     if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
         memory = load_memory(
             Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count

@@ -24,9 +24,9 @@ _GROWTH = 4
 # The scores of a layer, [rows, heads, chunk, capacity] in float32, would fill a chip.
 _LARGEST_CHUNK = 1024
 # Tokens of a pass, over all rows, where no request waits for rounds in between.
-OFFLINE_PREFILL_TOKENS = 2048
+OFFLINE_TOKENS = 2048
 # Of any pass on a CPU, where more gained little and takes more programs, or with `has_few_shapes`.
-SMALL_PREFILL_TOKENS = 64
+SMALL_TOKENS = 64
 
 _Prompts = Sequence[Sequence[int]]
 

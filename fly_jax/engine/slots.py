@@ -21,7 +21,7 @@ from fly_jax.verification.sampling import Sampling, sampling_per_row
 
 # Default multiple of tokens in which beginnings are shared: to copy a row for fewer takes longer
 # than to run them, and prompts that share a block begin at one position.
-SHARED_BLOCK = 16
+BLOCK = 16
 
 _Who = Sequence[RequestState | None]
 
@@ -51,7 +51,7 @@ class EarlierAnswers:
 class Slots:
     """The rows of the engine's state; they share beginnings in multiples of `block` (0: never)."""
 
-    def __init__(self, steps: Sequence[int], block: int = SHARED_BLOCK, unseen: int = 2) -> None:
+    def __init__(self, steps: Sequence[int], block: int = BLOCK, unseen: int = 2) -> None:
         """Begins with free slots; rounds are made for the first few of them, as `steps` says."""
         self.block, self._unseen = block, unseen
         number = steps[-1]

@@ -47,18 +47,14 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
         async with client.stream("POST", path, json=asked) as response:
             if response.status_code != 200:
                 said = (await response.aread()).decode(errors="replace")[:400]
-                raise FlyJaxError(
-                    f"{client.base_url} refuses ({response.status_code}): {said}; correct what it "
-                    "names, or start the server so that it takes the request."
-                )
+                why = f"{client.base_url} refuses ({response.status_code}): {said}"
+                raise FlyJaxError(f"{why}; correct what it names.")
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
-                    raise FlyJaxError(
-                        f"{client.base_url} breaks off: {chunk['error']}; see what it has written."
-                    )
+                    raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}; try again.")
                 given = [{**one, **one.get("delta", {})} for one in chunk["choices"]]
                 if text := "".join(one.get("text") or one.get("content") or "" for one in given):
                     now = time.perf_counter()

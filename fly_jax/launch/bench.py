@@ -88,18 +88,11 @@ def _run(values: _BenchFlags) -> None:
     from fly_jax.evaluation.compare import compare
     from fly_jax.evaluation.machine import describe
 
-    turns = f"{values.turns} turn{'s' * (values.turns > 1)}"
-    say(f"{len(kept)} prompts, {values.batch_size} at a time, {turns}")
+    say(f"{len(kept)} prompts, {values.batch_size} at a time; turns: {values.turns}")
     sizes = {name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "turns")}
-    found = compare(
-        pair,
-        [inputs.ids[index] for index in kept],
-        configs,
-        seed=values.seed,
-        draft_share=values.draft_share,
-        categories=[categories[index] for index in kept],
-        **sizes,
-    )
+    ids, own = zip(*((inputs.ids[index], categories[index]) for index in kept), strict=True)
+    more = {name: getattr(values, name) for name in ("seed", "draft_share")}
+    found = compare(pair, ids, configs, categories=own, **more, **sizes)
     if process_id() != 0:
         return
     print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

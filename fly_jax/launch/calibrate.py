@@ -9,14 +9,7 @@ from pathlib import Path
 from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation import strictness
-from fly_jax.launch.flags import (
-    BatchFlags,
-    DecodingFlags,
-    Flags,
-    ProcessFlags,
-    flag_group,
-    given_of,
-)
+from fly_jax.launch.flags import BatchFlags, DecodingFlags, Flags, ProcessFlags, flag_group, givens
 from fly_jax.launch.inputs import Inputs, distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
@@ -51,9 +44,7 @@ class _GateFlags:
         kind=float,
     )
     max_regret: float | None = parameter(
-        None,
-        "instead: most nats a token that rescues fall short of the target's choice",
-        kind=float,
+        None, "instead: most nats a token that rescues fall short of the target's own", kind=float
     )
     rule: str | None = parameter(
         None,
@@ -132,7 +123,7 @@ def _check_flags(values: _CalibrateFlags) -> None:
 def _config(values: _CalibrateFlags) -> DecodingConfig:
     """Returns how prompts are continued, with all that can be checked of it checked."""
     names = ("num_speculative_tokens", *(("rule", "window_size") if values.gate else ()))
-    found = given_of({name: getattr(values, name) for name in names})
+    found = givens({name: getattr(values, name) for name in names})
     if values.gate is None:
         return DecodingConfig(rule="exact").replace(**dict(found))
     given = DecodingFlags(config=values.config, given=found)

@@ -132,7 +132,7 @@ class Flags(Generic[_Values]):
             print(f"{help}\n{self.help()}", flush=True)
             raise SystemExit(0)
         if self._decoding:
-            found["given"] = given_of({name: found.pop(name) for name in self._decoding})
+            found["given"] = givens({name: found.pop(name) for name in self._decoding})
         return self._kind(**found)
 
     @property
@@ -285,7 +285,7 @@ class BatchFlags(ModelFlags, PromptFlags):
     """Models, and the prompts that they continue."""
 
 
-def given_of(values: Mapping[str, ParameterValue | None]) -> tuple[tuple[str, ParameterValue], ...]:
+def givens(values: Mapping[str, ParameterValue | None]) -> tuple[tuple[str, ParameterValue], ...]:
     """Values by name, without those that nobody gave."""
     return tuple((name, one) for name, one in values.items() if one is not None and one != ())
 

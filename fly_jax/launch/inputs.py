@@ -18,8 +18,8 @@ import jax
 from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters
-from fly_jax.decoding.pair import CheckedPrompt, check_unicode
-from fly_jax.errors import FlyJaxError
+from fly_jax.decoding.pair import CheckedPrompt
+from fly_jax.errors import FlyJaxError, check_unicode
 from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
 from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFlags
@@ -108,12 +108,8 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
     from fly_jax.decoding.pair import open_pair
 
     with joint_errors():
-        models = open_pair(
-            values.target,
-            values.draft,
-            revision=values.revision,
-            draft_parallel=values.draft_parallel,
-        )
+        more = {name: getattr(values, name) for name in ("revision", "draft_parallel")}
+        models = open_pair(values.target, values.draft, **more)
         _check_sizes(config, models.max_context)
     return models, mesh
 

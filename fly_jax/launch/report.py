@@ -131,11 +131,8 @@ def _tables(
 
     for one in tasks.values():
         compare_decodings(one, margin)
-    given = {
-        "Quality": rows,
-        _BESIDE: beside_rows,
-        "Rescued tokens by class (mean regret)": class_rows,
-    }
+    by_class = "Rescued tokens by class (mean regret)"
+    given = {"Quality": rows, _BESIDE: beside_rows, by_class: class_rows}
     for title, made in given.items():
         if len(shown := made(tasks)) > 1:
             yield f"{title}: {name}", shown

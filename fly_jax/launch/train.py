@@ -118,12 +118,9 @@ def _make_head(values: _TrainFlags) -> None:
     documents = expectations.continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     del engine  # and its caches
     shape = pair.target.config
+    layers = heads.layers_read(shape.num_layers)
     heard = expectations.expected(
-        pair.target,
-        documents,
-        directory / "expected",
-        length=expectations.ROW_LENGTH + 1,
-        layers=heads.layers_read(shape.num_layers),
+        pair.target, documents, directory / "expected", expectations.ROW_LENGTH + 1, layers
     )
     number = min(values.draft_vocab_size, shape.vocab_size) - 1
     known, share = expectations.frequent_tokens(heard, shape.vocab_size, number)
@@ -134,13 +131,8 @@ def _make_head(values: _TrainFlags) -> None:
     )
     own, start = heads.beginning(values.head, pair.target, known, num_layers=values.num_layers)
     del pair
-    recipe = heads.recipe_of(
-        values.head,
-        own,
-        tokens_per_step=values.tokens_per_step,
-        num_steps=values.num_steps,
-        seed=values.seed,
-    )
+    run = {name: getattr(values, name) for name in ("tokens_per_step", "num_steps", "seed")}
+    recipe = heads.recipe_of(values.head, own, **run)
     checkpoints = directory / f"checkpoints_{values.head}_{own.num_layers}_{len(known)}"
     if steps_done(checkpoints) == recipe.last_step:
         say(f"The head has had its {recipe.last_step} steps; nothing was left to train.")

@@ -72,11 +72,11 @@ def of_integers(
     The matrix is int8, or `unsigned`. The sums are integers, and so exact: a token's result depends
     neither on the number of others nor on that. XLA's CPU compiler is fast with two rows and more.
     """
-    return of_chosen_integers(x, [matrix], [scale], jnp.int32(0), dtype)
+    return of_chosen(x, [matrix], [scale], jnp.int32(0), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
-def of_chosen_integers(
+def of_chosen(
     x: Float[Array, "rows time *in"],
     matrices: Sequence[Matrix],
     scales: Sequence[Float32[Array, "*out"]],

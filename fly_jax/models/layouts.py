@@ -127,8 +127,8 @@ def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: 
     wide = layout.axes_of("ffw", config.ffw_size)
     num_bytes = workload.rows * config.embed_size * 2 // layout.devices(("data",))
     exchanged = [("all-reduce", num_bytes, wide)] * 2
-    for kind in cache_exchanges(layout, config, workload):
-        exchanged.append((kind, cache_exchange_bytes(layout, kind, num_bytes), ("y",)))
+    own = cache_exchanges(layout, config, workload, num_bytes)
+    exchanged += [(kind, some, ("y",)) for kind, some in own]
     network = sum(
         chip.exchange_seconds(kind, some, *group_of(layout.mesh.shape, names))
         for kind, some, names in exchanged
@@ -136,21 +136,22 @@ def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: 
     return read / chip.memory_bandwidth + config.num_layers * network
 
 
-def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> tuple[str, ...]:
-    """Kinds of the exchanges over y that attention over the cache needs: see `attend_cached`."""
-    shape = cache_shape(config, workload.rows, workload.capacity)
+def cache_exchanges(
+    layout: Layout, config: LlamaConfig, workload: Workload, num_bytes: int
+) -> list[tuple[str, int]]:
+    """The exchanges over y that attention over the cache needs: see `attend_cached`.
+
+    Each is a kind and the bytes of its result on one device, of so many of the rows' activations.
+    """
+    shape, kinds = cache_shape(config, workload.rows, workload.capacity), list[str]()
     _, rows, _, length, _ = layout.spec(CACHE_AXES, shape)
     is_split = "y" in query_axes(layout, config.num_heads, config.queries_per_kv_head)
     if length is not None:
-        return (("all-gather",) if is_split else ()) + ("all-reduce", "all-reduce")
-    if "y" in axes_in(rows):
-        return ("all-to-all", "all-to-all") if is_split else ("all-gather",)
-    return ()
-
-
-def cache_exchange_bytes(layout: Layout, kind: str, num_bytes: int) -> int:
-    """Bytes of its result on one device, of so many bytes of activations of its rows."""
-    return num_bytes // layout.devices(("x", "y") if kind == "all-to-all" else ("x",))
+        kinds = ["all-gather"] * is_split + ["all-reduce"] * 2
+    elif "y" in axes_in(rows):
+        kinds = ["all-to-all"] * 2 if is_split else ["all-gather"]
+    own = {"all-to-all": num_bytes // layout.devices(("x", "y"))}
+    return [(kind, own.get(kind, num_bytes // layout.devices(("x",)))) for kind in kinds]
 
 
 def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:

@@ -33,13 +33,7 @@ from fly_jax.models.attention import (
     rotation,
 )
 from fly_jax.models.cache import KVCache, NewEntries
-from fly_jax.models.integers import (
-    multiplies_unsigned,
-    of_chosen_integers,
-    of_integers,
-    signed,
-    unsigned,
-)
+from fly_jax.models.integers import multiplies_unsigned, of_chosen, of_integers, signed, unsigned
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, Tokens
 from fly_jax.sharding.rules import Layout
 
@@ -415,7 +409,7 @@ class Llama(nnx.Module):
         def of(equation: str, x: Array, name: str) -> Array:
             matrix, scale = weights[name], weights.get(scale_name(name))
             if layer is not None:
-                return of_chosen_integers(x, matrix, weights[scale_name(name)], layer, dtype)
+                return of_chosen(x, matrix, weights[scale_name(name)], layer, dtype)
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
                 chosen = multiply or functools.partial(matmul, dtype=dtype)

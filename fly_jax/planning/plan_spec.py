@@ -20,7 +20,7 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.pair import check_chain, checked_drafter
 from fly_jax.decoding.programs import Programs, attention_steps, cache_capacity
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
+from fly_jax.engine.prefill import OFFLINE_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import (
     INT8,
@@ -185,7 +185,7 @@ class PlanSpec:
         """The engine's plan of prompts, with the target in this layout."""
         is_whole = bool(target.rules.cache_length)
         steps = attention_steps(self.workload.capacity, is_whole=is_whole)
-        most = self.prefill_chunk or OFFLINE_PREFILL_TOKENS
+        most = self.prefill_chunk or OFFLINE_TOKENS
         return ChunkPlan(steps, tokens=most, num_slots=self.rows, longest=self.context)
 
     def check(self) -> None:

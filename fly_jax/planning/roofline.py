@@ -15,13 +15,7 @@ from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.head_config import Block
-from fly_jax.models.layouts import (
-    Workload,
-    cache_bytes,
-    cache_exchange_bytes,
-    cache_exchanges,
-    parameter_bytes,
-)
+from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
@@ -132,7 +126,6 @@ def model_exchanges(
     layout: Layout, config: LlamaConfig, workload: Workload, tokens: int
 ) -> list[Exchange]:
     """The exchanges of the layers and of attention in a pass over `tokens` of every row."""
-    kinds = cache_exchanges(layout, config, workload)
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)
@@ -140,9 +133,9 @@ def model_exchanges(
     wide, size, layers = layout.devices(axes), layout.devices(("y",)), config.num_layers
     sums = Exchange("all-reduce", (shape,), num_bytes, wide, 2 * layers, axes)
     found = [sums] if wide > 1 else []
-    for kind in kinds if size > 1 else ():
-        share = cache_exchange_bytes(layout, kind, num_bytes)
-        found.append(Exchange(kind, (shape,), share, size, layers, ("y",)))
+    if size > 1:
+        own = cache_exchanges(layout, config, workload, num_bytes)
+        found += [Exchange(kind, (shape,), some, size, layers, ("y",)) for kind, some in own]
     return found
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +99,8 @@ def expected(
             size = sum(min(len(text), length) for text in texts)
             # One that was made with another length is made anew.
             if not file.exists() or len(np.load(file, mmap_mode="r")) != size:
-                partial = file.with_suffix(".partial")  # so that no part is ever half there
+                # So that no part is ever half there, nor another run's.
+                partial = file.with_suffix(f".{secrets.token_hex(8)}.partial")
                 with partial.open("wb") as out:
                     np.save(out, _read_along(teacher, texts, length, tuple(layers)))
                 partial.replace(file)

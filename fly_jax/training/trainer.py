@@ -131,7 +131,8 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
     both share one learning rate: a linear rise, a plateau, a linear fall to 0.
     """
     decay = int(recipe.num_steps * recipe.decay_share)
-    peak, warmup = recipe.learning_rate, recipe.warmup_steps
+    warmup = min(recipe.warmup_steps, recipe.num_steps - decay)
+    peak = recipe.learning_rate
     rise, fall = optax.linear_schedule(0.0, peak, warmup), optax.linear_schedule(peak, 0.0, decay)
     phases = (rise, optax.constant_schedule(peak), fall)
     schedule = optax.join_schedules(phases, (warmup, recipe.num_steps - decay))

@@ -17,25 +17,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.shapes import RowKeys, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
 from fly_jax.verification.reductions import AxisNames, Found, Local, finite_or_zero
 from fly_jax.verification.sampling import (
     Sampling,
+    draw_noise,
     gumbel_argmax,
-    gumbel_noise,
     is_greedy,
     keys_of_rows,
-    position_keys,
     processed_log_probs,
 )
 
 # Stands for a draft token at the positions where nothing was drafted.
 ABSENT = -1
-
-# First number of verification's draws; the text positions of `sample_at` are far below.
-_FIRST_DRAW = 2**30
 
 EntropyMeasure = Literal["top_k", "full", "normalized"]
 
@@ -222,16 +217,6 @@ class EvidenceInputs(NamedTuple):
     # Noise that decides whether a draft token is accepted, and which token follows.
     uniform: Float32[Array, "rows positions"] | None = None
     gumbel: Float32[Array, "rows positions local"] | None = None
-
-
-def draw_noise(
-    row_keys: RowKeys, positions: Tokens, vocab_size: int
-) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time vocab"]]:
-    """The uniform and Gumbel noise of each position of a block, from the key of its row alone."""
-    # Two keys for each position, made in one go: programs with fewer hashes compile faster.
-    draws = _FIRST_DRAW + 2 * positions + jnp.arange(2)[:, None, None]
-    uniform, gumbel = jax.vmap(position_keys, (None, 0))(row_keys, draws)
-    return jax.vmap(jax.vmap(jax.random.uniform))(uniform), gumbel_noise(gumbel, vocab_size)
 
 
 def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:

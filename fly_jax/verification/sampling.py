@@ -26,6 +26,9 @@ from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
 from fly_jax.verification.reductions import AxisNames, Local, finite_or_zero, vocab_sum
 
+# First number of verification's draws; the text positions of `sample_at` are far below.
+_FIRST_DRAW = 2**30
+
 _Shard = Float32[Array, "*lead local"]
 _Each = Float32[Array, "*#lead"]
 _Flags = Bool[Array, "*#lead"]
@@ -198,6 +201,16 @@ def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "
     for _ in keys.shape:
         make = jax.vmap(make)
     return make(keys)
+
+
+def draw_noise(
+    row_keys: RowKeys, positions: Tokens, vocab_size: int
+) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time vocab"]]:
+    """The uniform and Gumbel noise of each position of a block, from the key of its row alone."""
+    # Two keys for each position, made in one go: programs with fewer hashes compile faster.
+    draws = _FIRST_DRAW + 2 * positions + jnp.arange(2)[:, None, None]
+    uniform, gumbel = jax.vmap(position_keys, (None, 0))(row_keys, draws)
+    return jax.vmap(jax.vmap(jax.random.uniform))(uniform), gumbel_noise(gumbel, vocab_size)
 
 
 def gumbel_argmax(

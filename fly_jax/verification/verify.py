@@ -10,17 +10,10 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.evidence import (
-    ABSENT,
-    EvidenceInputs,
-    TargetEvidence,
-    draw_noise,
-    evidence,
-    reduced,
-)
+from fly_jax.verification.evidence import ABSENT, EvidenceInputs, TargetEvidence, evidence, reduced
 from fly_jax.verification.rules.conditions import RuleState, Seen, Verdict
 from fly_jax.verification.rules.rule import Loose, Rule, accept, barred_tokens
-from fly_jax.verification.sampling import Sampling, keys_of_rows
+from fly_jax.verification.sampling import Sampling, draw_noise, keys_of_rows
 
 
 def verify(

@@ -136,7 +136,7 @@ def test_a_foreign_drafter_is_lossless_and_given_the_targets_hidden_states(
 ) -> None:
     """Those of prompts, of all pieces, and of each block."""
     monkeypatch.setattr(chain, "_BUILDS", {**chain._BUILDS})
-    monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
+    monkeypatch.setattr(engine, "OFFLINE_TOKENS", 16)
     register, prompts = fly_jax.register_drafter, [*REPEATING, "Ada has 3 apples " * 4]
     expected, given = tokens(alone, prompts), {"rule": "exact", "num_speculative_tokens": 3}
     register("echo", lambda target, static: Echo(target.parameters()["embedding"].T))

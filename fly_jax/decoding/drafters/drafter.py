@@ -8,20 +8,9 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
-from fly_jax.shapes import (
-    DraftFloats,
-    DraftTokens,
-    Hidden,
-    Index,
-    Logits,
-    RowFlags,
-    RowInts,
-    RowKeys,
-    Text,
-    Tokens,
-)
+from fly_jax.shapes import Hidden, Index, Logits, RowFlags, RowInts, RowKeys, Text, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Verdict
 from fly_jax.verification.sampling import Sampling, sample_at
@@ -41,11 +30,11 @@ class Draft:
         not depend on what was drawn; None from a drafter that cannot tell.
     """
 
-    tokens: DraftTokens
+    tokens: Int[Array, "rows draft"]
     logits: Float[Array, "rows draft vocab"] | None
     num_drafted: RowInts
     num_passes: Int[Array, " models"]
-    rates: DraftFloats | None = None
+    rates: Float32[Array, "rows draft"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -279,7 +279,7 @@ class _Run:
         cache = progress.cache.with_length(end - 1)
         below = self.drafter.below
         if below is None:
-            passed = self._pass(tokens, cache, end, 1)
+            passed = self._pass(tokens, cache, 1)
             return self._extended(progress, passed, None)
         # The pass itself gives one token, so the last one needs no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
@@ -291,8 +291,8 @@ class _Run:
         # Where no row has a proposal the pass is one token wide.
         passed = jax.lax.cond(
             jnp.any(proposal.num_drafted > 0),
-            lambda: self._pass(tokens, cache, end, width, proposal),
-            lambda: self._pass(tokens[:, :1], cache, end, width),
+            lambda: self._pass(tokens, cache, width, proposal),
+            lambda: self._pass(tokens[:, :1], cache, width),
         )
         progress = dataclasses.replace(
             progress, below=state, num_passes_below=progress.num_passes_below + proposal.num_passes
@@ -334,16 +334,11 @@ class _Run:
         return dataclasses.replace(progress, below=below)
 
     def _pass(
-        self,
-        tokens: Int[Array, "rows fed"],
-        cache: KVCache,
-        end: RowInts,
-        width: int,
-        proposal: Draft | None = None,
+        self, tokens: Tokens, cache: KVCache, width: int, proposal: Draft | None = None
     ) -> _Passed:
         hidden, new, read = self.model.hidden_and_inputs(tokens, cache, self._layers)
         logits = self.model.logits(hidden)
-        chosen, kept = self._chosen(logits, end, width)
+        chosen, kept = self._chosen(logits, cache.length + 1, width)
         if proposal is not None and self.drafter.margin:
             taken = jnp.where(
                 self._takes(logits[:, :-1], proposal), proposal.tokens, chosen[:, :-1]
@@ -446,7 +441,5 @@ def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width
 def once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
     """Runs the step if `do` holds, as a loop: it works in place, and `lax.cond` copies."""
     return jax.lax.while_loop(
-        lambda pending: pending[0],
-        lambda pending: (jnp.bool_(False), step(pending[1])),
-        (do, carry),
+        lambda one: one[0], lambda one: (jnp.bool_(False), step(one[1])), (do, carry)
     )[1]

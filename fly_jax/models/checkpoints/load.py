@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 import os
+import secrets
 import shutil
 import warnings
 import zlib
@@ -420,7 +421,8 @@ class _Kept:
         if file.exists():
             data = self._checked(file)
             if data is not None:
-                os.utime(file)  # those that were not read go before it
+                with contextlib.suppress(OSError):  # of a file that is only read
+                    os.utime(file)  # those that were not read go before it
                 return data
             say(f"The converted weights in {file} are damaged; they are made anew.")
             with contextlib.suppress(OSError):
@@ -438,7 +440,7 @@ class _Kept:
                 f"{file.parent} has room for; give --weights_cache another folder, or off."
             )
             return None
-        partial = file.with_name(f"{file.stem}.{os.getpid()}.partial")
+        partial = file.with_name(f"{file.stem}.{secrets.token_hex(8)}.partial")
         begin = len(self._header(None))
         try:
             with partial.open("wb+", buffering=0) as stream:

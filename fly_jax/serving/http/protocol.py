@@ -6,20 +6,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
+import pydantic
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from fly_jax.errors import FlyJaxError
+from fly_jax.errors import FlyJaxError, check_unicode
 from fly_jax.parameters import parameters_of
 from fly_jax.verification.rules import RULES, VLLM_NAMES, Budget, from_vllm_names
 
@@ -77,10 +70,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 def _written(text: str) -> str:
     """Returns a text; ValueError for half a surrogate pair, which JSON can spell and UTF-8 not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds a character that is not valid Unicode") from error
+    check_unicode(text, "it")
     return text
 
 
@@ -147,7 +137,7 @@ class _FlyFields(_Bounded):
         return from_vllm_names(given) if isinstance(given, dict) else given
 
 
-FlyFields: Any = create_model(
+FlyFields: Any = pydantic.create_model(
     "FlyFields",
     __base__=_FlyFields,
     __doc__=_FlyFields.__doc__,

@@ -84,12 +84,8 @@ class SpeculativeDecoding(BaseModel):
         drafted = sum(one.num_draft_tokens for one in generations)
         num_rounds = sum(one.num_rounds for one in generations)
         settled = sum(len(one.token_ids) for one in generations)
-        refused = collections.Counter(
-            reason
-            for one in generations
-            for report in one.reports
-            if (reason := refused_by(report)) is not None
-        )
+        reports = [report for one in generations for report in one.reports]
+        refused = collections.Counter(filter(None, map(refused_by, reports)))
         regrets = [one.regret for one in generations if one.regret is not None]
         return cls(
             mean_acceptance_length=1 + accepted / max(kept.total(), 1),

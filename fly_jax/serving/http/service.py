@@ -239,15 +239,11 @@ class ResponseStream:
         """The reply in one piece; ApiError where the engine has stopped."""
         async for _ in self._settled():
             pass
-        choices = [
-            self._style.answer(
-                "".join(answer.texts),
-                index=index,
-                finish_reason=answer.stream.state.generation.finish_reason,
-                **self._extras(answer, 0, is_last=True, is_whole=True),
-            )
-            for index, answer in enumerate(self.answers)
-        ]
+        choices = []
+        for index, answer in enumerate(self.answers):
+            extras = self._extras(answer, 0, is_last=True, is_whole=True)
+            extras |= {"finish_reason": answer.stream.state.generation.finish_reason}
+            choices.append(self._style.answer("".join(answer.texts), index=index, **extras))
         return self._style.whole(choices=choices, **self._fields, **self._totals())
 
     async def chunks(self) -> AsyncGenerator[replies.Reply]:

@@ -22,17 +22,8 @@ from fly_jax.parameters import check_parameters, parameter
 from fly_jax.shapes import DraftFlags, DraftTokens
 from fly_jax.verification.data import STATIC, Count, Number, data_tree, narrowed, taken
 from fly_jax.verification.evidence import Needs, TargetEvidence
-from fly_jax.verification.rules.conditions import (
-    Clause,
-    Condition,
-    RuleState,
-    Seen,
-    Verdict,
-    Why,
-    asked_for,
-    numpy_of,
-    plain,
-)
+from fly_jax.verification.rules import conditions
+from fly_jax.verification.rules.conditions import Clause, Condition, RuleState, Seen, Verdict, Why
 
 # The most rules in one combination, and the most alternatives that they make.
 _MOST_COMBINED = 8
@@ -86,14 +77,14 @@ class Rule:
         """The last positions of a block, where no mismatch can be kept: the smallest window."""
         clauses = self.clauses()
         sizes = [clause.window_size for clause in clauses]
-        array = numpy_of([*sizes, *(clause.enabled for clause in clauses)])
+        array = conditions.numpy_of([*sizes, *(clause.enabled for clause in clauses)])
         none = np.int32(np.iinfo(np.int32).max)
         owned = (
             size if clause.enabled is None else array.where(clause.enabled, size, none)
             for size, clause in zip(sizes, clauses, strict=True)
         )
         least = functools.reduce(array.minimum, owned, none)
-        return plain(array.where(least == none, 0, least))
+        return conditions.plain(array.where(least == none, 0, least))
 
     @property
     def longest_window(self) -> int:
@@ -364,9 +355,7 @@ def accept(
 
 
 def barred_tokens(
-    evidence: TargetEvidence,
-    draft_tokens: DraftTokens,
-    protected: Bool[Array, "*rows vocab"] | None,
+    evidence: TargetEvidence, drafted: DraftTokens, protected: Bool[Array, "*rows vocab"] | None
 ) -> DraftFlags:
     """Tells where a token is protected, or the target gives the draft token probability 0."""
     # Accelerators round numbers below the smallest normal float32 to 0; here every device does.
@@ -374,8 +363,8 @@ def barred_tokens(
     barred = ~(jnp.minimum(evidence.log_prob, evidence.draft_log_prob) >= smallest)
     if protected is not None:
         protected = jnp.asarray(protected)
-        rows = (jnp.arange(len(draft_tokens))[:, None],) if protected.ndim == 2 else ()
-        barred |= protected.at[*rows, draft_tokens].get(mode="fill", fill_value=True)
+        rows = (jnp.arange(len(drafted))[:, None],) if protected.ndim == 2 else ()
+        barred |= protected.at[*rows, drafted].get(mode="fill", fill_value=True)
         barred |= protected[*rows, evidence.argmax]
     return barred
 
@@ -386,7 +375,7 @@ def _affordable(
     """Tells which mismatches the rest of the rows' budgets pays for."""
     remedy = "state=rule.initial_state(rows), and from then on what RuleState.after returns"
     budget = None if state is None else state.budget
-    left = asked_for(budget, "the state of its rows' budgets", remedy)[:, None]
+    left = conditions.asked_for(budget, "the state of its rows' budgets", remedy)[:, None]
     # A refused mismatch ends the block, so that at any position that is reached all mismatches
     # before it have been rescued: the regrets of mismatches add up to what was spent.
     spent = jnp.cumsum(jnp.where(mismatch, evidence.gap, 0), axis=1)

@@ -30,12 +30,9 @@ ROWS, CAPACITY = 3, 32
 K, LIMIT = 5, pairs.MOST_TOKENS
 ROUND = pairs.SPECS["exact"]
 PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
-LOOKUPS = [
-    Lookup(),
-    Lookup(match="earliest"),
-    Lookup(max_ngram=3, min_ngram=2, num_speculative_tokens=2, match="earliest"),
-    Lookup(max_ngram=1, num_speculative_tokens=40),
-]
+LOOKUPS = [Lookup(), Lookup(match="earliest")]
+LOOKUPS += [Lookup(max_ngram=3, min_ngram=2, num_speculative_tokens=2, match="earliest")]
+LOOKUPS += [Lookup(max_ngram=1, num_speculative_tokens=40)]
 find = jax.jit(look_up, static_argnums=(0, 3))
 tokens = st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)
 

@@ -17,18 +17,7 @@ from jaxtyping import Array
 from random_pairs import PROMPTS, tokens_of
 from refusals import assert_refused
 
-from fly_jax import (
-    DecodingConfig,
-    Draft,
-    Drafter,
-    Engine,
-    Fly,
-    Generation,
-    Lookup,
-    Request,
-    Terms,
-    Verdict,
-)  # fmt: skip
+from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Request, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
 from fly_jax.decoding.drafters.parallel import ParallelDraft
@@ -39,6 +28,7 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
+from fly_jax.verification.rules import Verdict
 
 PAIR = 2
 LIMIT = pairs.MOST_TOKENS

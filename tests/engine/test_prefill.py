@@ -129,10 +129,8 @@ def test_prompts_that_are_run_together_have_short_caches(
 
     Alone, where a round reads no more of a cache than its row needs, they have the same tokens.
     """
-    engine, text = (
-        engine_for(KINDS["autoregressive"], **FOURS),
-        CHANCE.integers(0, 48, 400).tolist(),
-    )
+    engine = engine_for(KINDS["autoregressive"], **FOURS)
+    text = CHANCE.integers(0, 48, 400).tolist()
     lengths = (300, 40, 41, 60, 20, 70, 320, 71, 72, 73, 256, 310)
     prompts = [[*text[: length // 2], *text[-length // 2 :]] for length in lengths]
     found = finished(engine, asked("autoregressive", prompts))

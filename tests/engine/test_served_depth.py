@@ -287,12 +287,8 @@ def test_a_prompt_is_read_where_drafts_save_as_much() -> None:
 
 def test_a_round_of_which_all_is_provisional_has_rows_too() -> None:
     nothing, drafted = np.zeros((1, 3), int), np.array([[4, 0, 0]])
-    numbers = {
-        "depth": np.array([4]),
-        "expected": np.array([5.0]),
-        "num_draft_passes": drafted[0, :1],
-        "live": np.array([[True, True, False]]),
-    }
+    numbers = {"depth": np.array([4]), "expected": np.array([5.0])}
+    numbers |= {"num_draft_passes": drafted[0, :1], "live": np.array([[True, True, False]])}
     (one,) = rounds_run(SimpleNamespace(count=nothing, num_drafted=drafted, **numbers))  # type: ignore[arg-type]
     assert (one.kept, one.num_rows) == (0, 2)
     costs = Learnt(1.0, 1.5, 2.0)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Key
 
 from fly_jax import Drafter, Engine, Exact, Fly, Generation, Layout, Lookup, Rule, Sampling
 from fly_jax.decoding import programs
@@ -18,6 +18,7 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
+from fly_jax.shapes import Logits, RowInts, RowKeys, Text, Tokens
 
 # About one token in ten ends a text.
 EOS = (7, 19, 30, 41)
@@ -131,7 +132,7 @@ def _disturbed(
 
 
 @jax.jit
-def logits_of(model: Llama, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time vocab"]:
+def logits_of(model: Llama, tokens: Tokens) -> Logits:
     """From one pass over whole texts, without a cache."""
     time = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), tokens.shape)
@@ -146,9 +147,7 @@ def logits_after(model: Llama, text: Sequence[int]) -> np.ndarray:
 
 
 @jax.jit
-def _greedy(
-    model: Llama, tokens: Int[Array, "rows time"], length: Int[Array, " rows"], count: Array
-) -> Int[Array, "rows time"]:
+def _greedy(model: Llama, tokens: Tokens, length: RowInts, count: Array) -> Tokens:
     rows = jnp.arange(tokens.shape[0])
 
     def step(index: Array, tokens: Array) -> Array:
@@ -200,17 +199,12 @@ def padded(texts: Texts, size: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, np.array([len(text) for text in texts], np.int32)
 
 
-def keys_from(seed: int, rows: int) -> Key[Array, " rows"]:
+def keys_from(seed: int, rows: int) -> RowKeys:
     """The random state of each row of a batch of which the first one has this seed."""
     return jax.vmap(jax.random.key)(np.arange(seed, seed + rows, dtype=np.uint32))
 
 
-def state_after(
-    drafter: Drafter,
-    text: Int[Array, "rows capacity"],
-    known: Sequence[Int[Array, " rows"]],
-    beyond: float,
-) -> Any:
+def state_after(drafter: Drafter, text: Text, known: Sequence[RowInts], beyond: float) -> Any:
     """A drafter's state when each draft model, from the first one down, has seen so many tokens.
 
     Where nothing has been seen the caches hold `beyond`, so that it is not right by accident.
@@ -219,7 +213,7 @@ def state_after(
     return _cut(drafter.prefill(state, text, jnp.int32(0), None), list(known), beyond)
 
 
-def _cut(state: Any, known: list[Int[Array, " rows"]], beyond: float) -> Any:
+def _cut(state: Any, known: list[RowInts], beyond: float) -> Any:
     if not isinstance(state, ModelState):
         return state
     cache, (length, *below) = state.cache, known

@@ -128,12 +128,8 @@ def test_each_rank_of_data_parallel_attention_decides_on_its_requests() -> None:
 def test_sampled_requests_have_the_targets_distribution() -> None:
     one = sampler(entropy_threshold=1e9)
     logits = np.random.default_rng(5).normal(0, 1, VOCAB).astype(np.float32)
-    counts, bonus, drafts = (
-        np.ones(ROWS, np.int32),
-        np.zeros(ROWS, np.int32),
-        np.int32([2] * TOKENS),
-    )
-    inputs = counts, drafts, np.broadcast_to(logits, (TOKENS, VOCAB)), bonus
+    counts, bonus = np.ones(ROWS, np.int32), np.zeros(ROWS, np.int32)
+    inputs = counts, np.int32([2] * TOKENS), np.broadcast_to(logits, (TOKENS, VOCAB)), bonus
     found = [called(one, inputs, 0.8, seed)[:ROWS] for seed in range(300)]
     expected = oracle.processed_probs(logits, 0.8, 5, 0.9)
     assert oracle.goodness_of_fit(np.concatenate(found), expected) > 1e-3
@@ -156,18 +152,13 @@ def passed(leaves: Any, caches: list[jax.Array], tokens: jax.Array, *_: Any) -> 
 
 def made(ranks: int, lookup: Lookup | None, monkeypatch: pytest.MonkeyPatch) -> DraftModelProposer:
     devices = mesh(ranks, 1)
-    model = SimpleNamespace(
-        model=SimpleNamespace(step_fn_no_options=passed),
-        state=None,
-        state_leaves=[],
-        compute_logits_fn=lambda leaves, hidden, lora: hidden,
-    )
+    steps = SimpleNamespace(step_fn_no_options=passed)
+    model = SimpleNamespace(model=steps, state=None, state_leaves=[])
+    model.compute_logits_fn = lambda leaves, hidden, lora: hidden
     loader = "tpu_inference.models.common.model_loader.get_flax_model"
     monkeypatch.setattr(loader, lambda config, key, mesh: model)
-    draft = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
-        get_num_layers=lambda parallel: 1,
-    )
+    draft = SimpleNamespace(get_num_layers=lambda parallel: 1)
+    draft.hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(
             draft_model_config=draft, method="draft_model", num_speculative_tokens=K,

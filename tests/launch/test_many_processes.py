@@ -114,13 +114,8 @@ def alone(of_pair: Decoded) -> Alone:
 
 def test_tokens_of_each_are_those_of_one(models: list[str], alone: Alone, tmp_path: Path) -> None:
     """Through the library, which gives them to every process."""
-    job = Job(
-        tmp_path,
-        *models[:2],
-        "--mesh=1x2",
-        f"--folder={tmp_path}",
-        program=[decode_together.__file__],
-    )
+    program = [decode_together.__file__]
+    job = Job(tmp_path, *models[:2], "--mesh=1x2", f"--folder={tmp_path}", program=program)
     expected = [[one["token_ids"], one["num_rounds"]] for one in alone("fly")]
     assert job.statuses() == [0, 0], job.err(0)
     for index in range(2):

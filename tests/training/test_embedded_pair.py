@@ -31,18 +31,10 @@ from fly_jax.models.llama import Llama
 
 BEGIN, END = 1, 2
 
-AWKWARD = [
-    "",
-    " ",
-    "  two leading spaces and two trailing  ",
-    "\tif x:\n\t\treturn  1\n\n\n",
-    "\r\n windows \r\n",
-    "    " * 9 + "deep",
-    "naïve 日本語 😀 e\u0301 \u00a0",
-    "<s> and </s>, (?P<s>x), <pad><unk> <0x41>",
-    "=" * 79 + "\n" + "-" * 40,
-    "0123456789 12.5e-3 x86_64",
-]
+AWKWARD = ["", " ", "  two leading spaces and two trailing  ", "\tif x:\n\t\treturn  1\n\n\n"]
+AWKWARD += ["\r\n windows \r\n", "    " * 9 + "deep", "naïve 日本語 😀 e\u0301 \u00a0"]
+AWKWARD += ["<s> and </s>, (?P<s>x), <pad><unk> <0x41>", "=" * 79 + "\n" + "-" * 40]
+AWKWARD += ["0123456789 12.5e-3 x86_64"]
 FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -262,21 +254,11 @@ def test_every_equation_holds_and_the_answer_is_the_last_thing_computed() -> Non
 
 
 def test_extract_answer() -> None:
-    for text in (
-        " So it is 7.\nAnswer: 74",
-        "\nAnswer: 74\nand more",
-        "\nAnswer: 74\nAnswer: 8",
-        "Answer: **74** m",
-    ):
+    found = [" So it is 7.\nAnswer: 74", "\nAnswer: 74\nand more", "\nAnswer: 74\nAnswer: 8"]
+    for text in (*found, "Answer: **74** m"):
         assert extract_answer(text) == "74"
-    for text in (
-        "\nAnswer: 1,074.5",
-        "Answer:\n74",
-        "Answer: .74",
-        "\nAnswer: ",
-        "the Answer: 74",
-        "",
-    ):
+    wrong = ["\nAnswer: 1,074.5", "Answer:\n74", "Answer: .74", "\nAnswer: ", "the Answer: 74", ""]
+    for text in wrong:
         assert extract_answer(text) is None
 
 

@@ -23,11 +23,7 @@ compiled = jax.jit(evidence, static_argnames=("needs", "layout"))
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    num_draft=st.sampled_from([1, 4, 25]),
-    entropy=st.sampled_from(MEASURES),
-)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 4, 25]), st.sampled_from(MEASURES))
 def test_greedy_evidence_is_the_oracles(seed: int, num_draft: int, entropy: Entropy) -> None:
     rng = np.random.default_rng(seed)
     logits = oracle.random_logits(seed, (ROWS, num_draft + 1, VOCAB))
@@ -91,12 +87,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 # Mesh axes of the rows and of the vocabulary, on a mesh of 2 by 4.
-LAYOUTS = {
-    "vocabulary over x and y": ((), ("x", "y")),
-    "rows over y": (("y",), ("x",)),
-    "rows over x": (("x",), ("y",)),
-    "rows only": (("y",), ()),
-}
+LAYOUTS = {"vocabulary over x and y": ((), ("x", "y")), "rows over y": (("y",), ("x",))}
+LAYOUTS |= {"rows over x": (("x",), ("y",)), "rows only": (("y",), ())}
 WIDE, DRAFTED, SHARDED_ROWS = 4096, 5, 4
 CASES = {
     "greedy, top-k": (Entropy("top_k"), None),
@@ -132,17 +124,13 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     draft[:, ::2] = logits[:, :-1:2].argmax(-1)
     sharding = layout.sharding(("rows", None, "vocab"), logits.shape)
     placed, placed_draft = jax.device_put((logits, draft_logits), sharding)
-    keywords = {
-        "num_drafted": np.array([5, 3, 0, 4]),
-        "key": jax.random.key(4),
-        "sampling": sampling,
-    }
+    known = {"num_drafted": np.array([5, 3, 0, 4]), "key": jax.random.key(4), "sampling": sampling}
     num_top = 5 if more else 0
     needs = Needs(entropy, full_entropy=more, top=num_top)
-    expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, needs=needs)
-    keywords["draft_logits"] = placed_draft
-    program = compiled.lower(placed, draft, **keywords, needs=needs, layout=layout).compile()
-    got = program(placed, draft, **keywords)
+    expected = compiled(logits, draft, draft_logits=draft_logits, **known, needs=needs)
+    known["draft_logits"] = placed_draft
+    program = compiled.lower(placed, draft, **known, needs=needs, layout=layout).compile()
+    got = program(placed, draft, **known)
 
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert (expected.top is not None) == more

@@ -142,14 +142,9 @@ def test_evidence_of_another_draft_is_refused() -> None:
 # tokens kept, and the token that follows.
 STORED = np.load(Path(__file__).parents[1] / "fixtures" / "reference_rule.npz")
 
-SETTINGS: dict[str, Rule] = {
-    "default": reference(),
-    "no_gate": reference(entropy_threshold=0.0),
-    "thre_0.6": reference(entropy_threshold=0.6),
-    "no_window": reference(window_size=0),
-    "win_len_4": reference(window_size=4),
-    "strict": Exact(),
-}
+SETTINGS: dict[str, Rule] = {"default": reference(), "no_gate": reference(entropy_threshold=0.0)}
+SETTINGS |= {"thre_0.6": reference(entropy_threshold=0.6), "no_window": reference(window_size=0)}
+SETTINGS |= {"win_len_4": reference(window_size=4), "strict": Exact()}
 
 
 @pytest.mark.parametrize("num_draft", [6, 7, 15, 25])
@@ -415,15 +410,11 @@ def test_one_alternative_that_can_rescue_is_enough() -> None:
         rule.check(num_speculative_tokens)
 
 
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        (Csd(), "keys of a CorrectionMemory"),
-        (Typical(), "full entropy"),
-        (Fly(), "an entropy"),
-        (Budget(Margin(), 1.0), "the state.*initial_state"),
-    ],
-)
+LACKING: dict[Rule, str] = {Csd(): "keys of a CorrectionMemory", Typical(): "full entropy"}
+LACKING |= {Fly(): "an entropy", Budget(Margin(), 1.0): "the state.*initial_state"}
+
+
+@pytest.mark.parametrize(("rule", "words"), LACKING.items())
 def test_what_a_rule_needs_it_must_be_given(rule: Rule, words: str) -> None:
     case = Case(0, 9)
     bare = dataclasses.replace(case.seen, entropy=None, full_entropy=None)

@@ -18,13 +18,8 @@ from fly_jax import Exact, Fly, Sampling, Why, accept, evidence, sample, sample_
 from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.verification.sampling import processed_log_probs
 
-SETTINGS = [
-    Sampling(),
-    Sampling(0.5, 0, 1.0),
-    Sampling(2.0, top_k=3),
-    Sampling(1.0, top_p=0.83),
-    Sampling(0.7, top_k=4, top_p=0.61),
-]
+SETTINGS = [Sampling(), Sampling(0.5, 0, 1.0), Sampling(2.0, top_k=3), Sampling(1.0, top_p=0.83)]
+SETTINGS += [Sampling(0.7, top_k=4, top_p=0.61)]
 ROWS = 6
 TRIALS = 20_000
 
@@ -227,12 +222,9 @@ PLACED = jax.device_put(
     LAYOUT.sharding(("rows", None, "vocab"), (4, 1, 4096)),
 )
 NOISE = jax.random.split(jax.random.key(0), 4), jnp.full((4, 1), 7)
-STEPS = {
-    "temperature": (Sampling(0.7), 1),
-    "top-k": (Sampling(0.7, top_k=50), 3),
-    "top-p": (Sampling(0.7, top_p=0.83), 3),
-    "top-k and top-p": (Sampling(0.7, top_k=50, top_p=0.83), 4),
-}
+STEPS = {"temperature": (Sampling(0.7), 1), "top-k": (Sampling(0.7, top_k=50), 3)}
+STEPS |= {"top-p": (Sampling(0.7, top_p=0.83), 3)}
+STEPS |= {"top-k and top-p": (Sampling(0.7, top_k=50, top_p=0.83), 4)}
 
 
 @functools.cache

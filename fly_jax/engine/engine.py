@@ -241,8 +241,7 @@ class Engine:
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
         handed_in = self.submit_all(requests)
-        for _ in self.run(()):
-            pass
+        collections.deque(self.run(()), maxlen=0)  # to its end
         return handed_in
 
     def submit(self, request: Request) -> RequestState:

@@ -125,9 +125,8 @@ def _refuse(folder: Path, event: str, given: tuple[Any, ...]) -> None:
     """Refuses, as an audit hook that cannot be removed, what no answer needs."""
     refused = event.startswith(_REFUSED)
     if event == "open":
-        # Of what a folder's descriptor leads to no event tells.
-        harms = given[2] & _WRITES or (given[1] is None and os.path.isdir(given[0]))
-        refused = bool(harms) and not _is_inside(folder, given[0])
+        is_folder = given[1] is None and os.path.isdir(given[0])  # by which a path leads anywhere
+        refused = is_folder or (bool(given[2] & _WRITES) and not _is_inside(folder, given[0]))
     elif event in _CHANGES:
         # Relative to a folder's descriptor, of which two paths have one each.
         descriptors = given[-2:] if event in ("os.rename", "os.link") else given[-1:]

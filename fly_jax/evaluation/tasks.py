@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 DRAFT = "draft"  # in place of a rule: the draft model decodes alone
 
-_BLOCK = re.compile(r"^[^\w`\n]*```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^[^`\n]*```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 _MBPP_TEST = range(11, 511)  # the set's own split
 _STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert")

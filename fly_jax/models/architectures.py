@@ -504,7 +504,7 @@ def parameter_specs(
     """The parameters of a model, by their attribute names. Matrices are stored [in, out].
 
     An unstacked model on a CPU holds them otherwise (`Llama.unstacked`). Those of integers, of the
-    type `matrices`, have scales in float32, as parameters of their own (`scale_name`). The
+    type `matrices`, have scales in float32, as parameters of their own (`scale_of`). The
     embedding's outputs are its rows, which suits both its uses.
     """
     sizes = {
@@ -560,7 +560,7 @@ class Group:
         """The group's own part of `parameter_specs`: a layer's without the axis `layers`."""
         specs = parameter_specs(config, INT8 if int8 else None)
         if self.layer is None:
-            own = (self.name, scale_name(self.name))
+            own = (self.name, scale_of(self.name))
             return {name: specs[name] for name in own if name in specs}
         return {
             name: dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
@@ -609,7 +609,7 @@ def _of_head(
     return specs
 
 
-def scale_name(name: str) -> str:
+def scale_of(name: str) -> str:
     """The name of the parameter that holds the scales of a matrix of integers."""
     return f"{name}_scale"
 
@@ -633,5 +633,5 @@ def _with_scales(specs: dict[str, ParameterSpec], matrices: MatrixType) -> dict[
         else:
             axis, group = scale_groups(spec, matrices.group)
             sizes[spec.axes[axis]] //= group
-        found[scale_name(name)] = ParameterSpec(tuple(sizes.values()), tuple(sizes), (), _FLOAT32)
+        found[scale_of(name)] = ParameterSpec(tuple(sizes.values()), tuple(sizes), (), _FLOAT32)
     return found

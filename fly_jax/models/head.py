@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fly_jax.models.architectures import scale_name
+from fly_jax.models.architectures import scale_of
 from fly_jax.models.attention import Ahead, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.head_config import Block, Eagle3
@@ -32,7 +32,7 @@ class Head(Llama):
             theirs |= {"unembedding": theirs["unembedding"].T}
         tables = [("embedding", own.has_embedding), ("unembedding", own.has_unembedding or is_tied)]
         for table in (name for name, is_own in tables if not is_own):
-            names = (table, scale_name(table))
+            names = (table, scale_of(table))
             given |= {name: theirs[name] for name in names if name in theirs}
         layers = own.layers_of(target.config.num_layers)
         whole = dataclasses.replace(own, layers=layers, has_embedding=True, has_unembedding=True)

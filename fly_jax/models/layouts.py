@@ -94,7 +94,7 @@ def choose_layouts(
 def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
     """Bytes that one device holds of a model, all rows' caches, and that of a prompt being run."""
     one = dataclasses.replace(workload, rows=1)
-    caches = cache_bytes(layout, config, workload) + cache_bytes(layout, config, one)
+    caches = sum(held_cache_bytes(layout, config, each) for each in (workload, one))
     return held_bytes(layout, config, workload.matrices) + caches
 
 
@@ -114,10 +114,15 @@ def parameter_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | 
 
 
 def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
-    """Bytes that one device holds of the caches of all rows, in bfloat16."""
-    sizes = workload.rows, workload.capacity
-    shapes = [cache_shape(one, *sizes) for one in (config, feature_cache(config)) if one]
-    return sum(2 * layout.shard_bytes(CACHE_AXES, shape, 2) for shape in shapes)
+    """Bytes that one device reads of the caches of all rows, in bfloat16."""
+    shape = cache_shape(config, workload.rows, workload.capacity)
+    return 2 * layout.shard_bytes(CACHE_AXES, shape, 2)
+
+
+def held_cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
+    """Bytes that it holds of them: of an EAGLE-3 head with the features, of which few are read."""
+    each = (config, feature_cache(config))
+    return sum(cache_bytes(layout, one, workload) for one in each if one is not None)
 
 
 def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip) -> float:

@@ -15,13 +15,7 @@ from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from fly_jax.models.architectures import (
-    INT8,
-    LlamaConfig,
-    ParameterSpec,
-    parameter_specs,
-    scale_name,
-)
+from fly_jax.models.architectures import INT8, LlamaConfig, ParameterSpec, parameter_specs, scale_of
 from fly_jax.models.attention import (
     Ahead,
     Part,
@@ -183,7 +177,7 @@ class Llama(nnx.Module):
         self.config = config
         self.layout = layout
         outer = "embedding" if config.tied_embeddings else "unembedding"
-        self.int8 = scale_name(outer) in parameters
+        self.int8 = scale_of(outer) in parameters
         layers: dict[str, nnx.Param] = {}
         for name, spec in parameter_specs(config, INT8).items():
             if name not in parameters and name.endswith("_scale"):
@@ -312,7 +306,7 @@ class Llama(nnx.Module):
     @property
     def has_integers(self) -> bool:
         """Tells whether the matrices of its layers are integers with scales."""
-        return scale_name("query") in self.layers
+        return scale_of("query") in self.layers
 
     @property
     def _turns_layers(self) -> bool:
@@ -323,7 +317,7 @@ class Llama(nnx.Module):
         """Tells whether activations are rounded to int8: another last bit, another integer."""
         if not (self.is_unstacked and self.has_integers):
             return False
-        return not is_grouped(*map(self._layer_weights().get, ("query", scale_name("query"))))
+        return not is_grouped(*map(self._layer_weights().get, ("query", scale_of("query"))))
 
     def unstacked(self) -> Llama:
         """A model with the same weights, as programs on a CPU take it best if its layers are few.
@@ -390,7 +384,7 @@ class Llama(nnx.Module):
         if not self._turns_layers:
             return None
         spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()
-        scales = weights.get(scale_name(name))
+        scales = weights.get(scale_of(name))
         if not spec.inputs or is_grouped(weights[name], scales):
             return None
         axes = spec.axes[1:]
@@ -407,9 +401,9 @@ class Llama(nnx.Module):
         turned = self._turns_layers
 
         def of(equation: str, x: Array, name: str) -> Array:
-            matrix, scale = weights[name], weights.get(scale_name(name))
+            matrix, scale = weights[name], weights.get(scale_of(name))
             if layer is not None:
-                return of_chosen(x, matrix, weights[scale_name(name)], layer, dtype)
+                return of_chosen(x, matrix, weights[scale_of(name)], layer, dtype)
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
                 chosen = multiply or functools.partial(matmul, dtype=dtype)
@@ -457,8 +451,8 @@ class Llama(nnx.Module):
         if self._computes_alone:
             # All but the products is compiled once: attention and norms by loops are most of a
             # layer's program, and chosen matrices are not copied, as those of a stack would be.
-            matrices = [name for name in weights if scale_name(name) in weights]
-            both = (*matrices, *map(scale_name, matrices))
+            matrices = [name for name in weights if scale_of(name) in weights]
+            both = (*matrices, *map(scale_of, matrices))
             integers = {name: weights.pop(name) for name in both}
             weights = {name: jnp.stack(arrays) for name, arrays in weights.items()}
         # Kept while the layers run: a scan's stacked output would have all layers.
@@ -525,7 +519,7 @@ class Llama(nnx.Module):
     def _rows(self, table: str, tokens: Tokens) -> Float[Array, "rows time row"]:
         """The rows that tokens have in a table."""
         weights = self._outer_weights()
-        rows, scale = weights[table][tokens], weights.get(scale_name(table))
+        rows, scale = weights[table][tokens], weights.get(scale_of(table))
         if scale is None:
             return rows
         return (signed(rows) * scale[tokens][..., None]).astype(self.dtype)

@@ -18,7 +18,7 @@ from fly_jax.models.architectures import (
     ParameterSpec,
     parameter_specs,
     scale_groups,
-    scale_name,
+    scale_of,
 )
 from fly_jax.models.integers import QArray, dequantize, quantize
 from fly_jax.models.llama import Llama
@@ -89,10 +89,10 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
         if spec.axes[0] == "layers" and spec.inputs
     }
     parameters, wanted = target.outer_parameters(), parameter_specs(config, held)
-    rest = {*target.layers} - {*specs} - {*map(scale_name, specs)}
+    rest = {*target.layers} - {*specs} - {*map(scale_of, specs)}
     parameters |= {name: target.stack(name) for name in sorted(rest)}
     for name, spec in specs.items():
-        names = (name, scale_name(name))
+        names = (name, scale_of(name))
         places = layout and tuple(
             layout.sharding(wanted[one].axes, wanted[one].shape) for one in names
         )

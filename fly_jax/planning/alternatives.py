@@ -32,7 +32,13 @@ def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, 
         prompt = None if prompt is None else min(prompt, context - 1)
         return fits(dataclasses.replace(spec, context=context, prompt_length=prompt))
 
-    rows = _largest(lambda rows: fits(dataclasses.replace(spec, rows=rows)), _MOST_ROWS)
+    def fits_rows(rows: int) -> bool:
+        return fits(dataclasses.replace(spec, rows=rows))
+
+    # As many as a mesh splits evenly take less of a chip than one row fewer may.
+    even = spec.mesh.num_devices // dict(spec.mesh.axes).get("x", 1)
+    whole = even * _largest(lambda times: fits_rows(even * times), _MOST_ROWS // even)
+    rows = next(filter(fits_rows, range(whole + even - 1, whole, -1)), whole)
     context = _CONTEXT_STEP * _largest(fits_steps, spec.max_context // _CONTEXT_STEP)
     if peak_bytes <= spec.chip.memory_bytes:
         return max(rows, spec.rows), max(context, spec.context), ()

@@ -26,7 +26,7 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig, MatrixType
 from fly_jax.models.cache import CACHE_AXES, KVCache
-from fly_jax.models.layouts import Layouts, Workload, cache_bytes, held_bytes, parameter_bytes
+from fly_jax.models.layouts import Layouts, Workload, held_bytes, held_cache_bytes, parameter_bytes
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec, abstract_model
@@ -185,7 +185,7 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
     plan, found = spec.chunk_plan(layouts.target), Counter[int]()
     for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
         whole = chunk._replace(attended=plan.positions(chunk.rows))
-        held = (cache_bytes(*_of_rows(model, whole)) for model in _models(spec, layouts))
+        held = (held_cache_bytes(*_of_rows(model, whole)) for model in _models(spec, layouts))
         found[sum(held)] += times
     return found
 
@@ -193,7 +193,7 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
     models, rows = _models(spec, layouts), prefill_cache_bytes(spec, layouts)
-    alone, *each = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
+    alone, *each = (held_bytes(*_matrices(model)) + held_cache_bytes(*model) for model in models)
     both = alone + sum(each)
     held = {"prefill": both + rows, "insert": both + rows, "round": both, "draft": sum(each)}
     passes = _passes(spec, layouts)

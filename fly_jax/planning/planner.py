@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fly_jax.models.architectures import parameter_specs
 from fly_jax.models.head_config import Block
-from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
+from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes, held_cache_bytes
 from fly_jax.planning import roofline
 from fly_jax.planning.alternatives import Drafters, alternatives, weigh_drafters
 from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
@@ -92,7 +92,7 @@ class Plan:
         spec, layouts = self.spec, self.layouts
         workload, drafting = spec.workload, spec.draft_workload
         held = [held_bytes(layouts.draft, one, drafting.matrices) for one in spec.drafts]
-        cached = [cache_bytes(layouts.draft, one, drafting) for one in spec.drafts]
+        cached = [held_cache_bytes(layouts.draft, one, drafting) for one in spec.drafts]
         return {
             "parameter_bytes": held_bytes(layouts.target, spec.target, workload.matrices),
             "draft_parameter_bytes": sum(held),

@@ -40,11 +40,10 @@ class Chip:
     ) -> float:
         """Time of one exchange (as HLO names it) between the devices along some axes of the mesh.
 
-        An all-reduce is a reduce-scatter and an all-gather. Each of these moves all but a device's
-        own share, half of the way around a ring and in both directions at once; along an axis with
-        two ends it passes all of it, and all comes to an end from one side. Behind switches it
-        passes the switch with what is exchanged between chips of one, and then the network beyond,
-        where every chip passes on the share that is left to it.
+        An all-reduce is a reduce-scatter and an all-gather. Each moves all but a chip's own share:
+        half of the way around a ring, in both directions at once, or along all of an axis with two
+        ends, to which all comes from one side. Behind switches it passes the switch with what is
+        exchanged within, and then the network, where every chip passes on the share left to it.
 
         `num_bytes` are of the whole result on one device, and `stride` is devices from one of a
         group to the next: those along the axes inside.

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import random
-import secrets
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,11 +99,10 @@ def expected(
             size = sum(min(len(text), length) for text in texts)
             # One that was made with another length is made anew.
             if not file.exists() or len(np.load(file, mmap_mode="r")) != size:
-                # So that no part is ever half there, nor another run's.
-                partial = file.with_suffix(f".{secrets.token_hex(8)}.partial")
-                with partial.open("wb") as out:
-                    np.save(out, _read_along(teacher, texts, length, tuple(layers)))
-                partial.replace(file)
+                with tempfile.TemporaryDirectory(dir=folder) as new:  # no part is ever half there
+                    made = Path(new, file.name)
+                    np.save(made, _read_along(teacher, texts, length, tuple(layers)))
+                    made.replace(file)
             part, end = np.load(file, mmap_mode="r"), 0
             for one, text in zip(some, texts, strict=True):
                 tokens = text[-length:]

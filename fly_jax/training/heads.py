@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
+from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_of
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.integers import signed
@@ -291,7 +291,7 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for name, spec in parameter_specs(model.config).items():
         found[name] = np.array(signed(own[name]), np.float32)
-        if (scale := own.get(scale_name(name))) is not None:
+        if (scale := own.get(scale_of(name))) is not None:
             inputs = [axis for axis, which in enumerate(spec.axes) if which in spec.inputs]
             found[name] *= np.expand_dims(np.asarray(scale), tuple(inputs))
     return found

@@ -12,4 +12,4 @@ export XLA_CLIENT_MEM_FRACTION=.3
 part eagle3 --answer_tokens 2000000,500000,1000000,0 --passes 3 "${given[@]}" &
 part dspark --answer_tokens 2000000,500000,1000000 "${given[@]}" &
 part pard --answer_tokens 2000000,500000,1000000 "${given[@]}" &
-wait
+for job in $(jobs -p); do wait "$job"; done

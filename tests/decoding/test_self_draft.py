@@ -20,7 +20,7 @@ from tiny_pair import CONFIG, VOCAB_SIZE, write_tokenizer
 from fly_jax import Generation, Lookup, Pair, Why, generate, load_pair
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.pair import checked_drafter, open_pair
-from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_name
+from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_of
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.checkpoints.write import save_hf
@@ -49,7 +49,7 @@ def draft(target: Llama, name: str) -> Llama:
 def widened(draft: Llama, name: str) -> np.ndarray:
     """A stack of matrices, as numbers."""
     values = draft.parameters()
-    matrix, scale = (np.asarray(values[one], np.float32) for one in (name, scale_name(name)))
+    matrix, scale = (np.asarray(values[one], np.float32) for one in (name, scale_of(name)))
     spec = parameter_specs(draft.config)[name]
     if scale.ndim == matrix.ndim:
         axis, group = scale_groups(spec, 64)
@@ -92,7 +92,7 @@ def test_a_mesh_rounds_alike_and_int8_holds_nearly_the_same_numbers(
     for one, spec in parameter_specs(target.config).items():
         if spec.axes[0] == "layers" and spec.inputs:
             assert kept.parameters()[one].dtype == jnp.int8
-            assert kept.parameters()[scale_name(one)].shape == specs[scale_name(one)].shape
+            assert kept.parameters()[scale_of(one)].shape == specs[scale_of(one)].shape
             expected = widened(rounded, one)
             step = 0.51 * np.abs(expected).max() / 127 if name == "int4" else 1e-6
             assert np.abs(widened(kept, one) - expected).max() <= step, one

@@ -60,6 +60,7 @@ def test_only_right_answers_pass(name: str, namespaces: bool) -> None:
         "import os; os.remove('kept', dir_fd=os.open({folder!r}, os.O_RDONLY))",
         "import os; os.rename('kept', 'x', src_dir_fd=os.open({folder!r}, os.O_RDONLY))",
         "import os; os.chdir({folder!r}); os.remove('kept')",
+        "import os; os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=os.open({folder!r}, 0))",
         "open({file!r}, 'w')",
     ],
 )

@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> Path:
         ("mbpp", f"Here:\n```python\n{MBPP['code']}\n```\nIt works.", "exit(0)"),
         (
             "mbpp",
-            f"```sh\npip\n```\nThen ```x``` by\n```python3\n{MBPP['code']}\n```",
+            f"Type ```sh\npip\n```\nThen ```x```,\nby: ```python3\n{MBPP['code']}\n```",
             "```py\npass\n```",
         ),
         ("gsm8k", "So 500 + 734.\n#### 1234\n", "1234\n#### 1235"),

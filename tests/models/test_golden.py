@@ -25,7 +25,7 @@ from random_pairs import logits_of
 from refusals import assert_refused
 
 from fly_jax.models import integers, llama, quantise
-from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_of
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import convert, save_hf
@@ -239,7 +239,7 @@ def widened(model: Llama) -> Llama:
     for name, spec in parameter_specs(model.config).items():
         if spec.inputs:
             axes = [spec.axes.index(axis) for axis in spec.inputs]
-            scale = jnp.expand_dims(parameters.pop(scale_name(name)), axes)
+            scale = jnp.expand_dims(parameters.pop(scale_of(name)), axes)
             parameters[name] = parameters[name].astype(jnp.float32) * scale
     return Llama(model.config, parameters)
 
@@ -335,7 +335,7 @@ def test_405b_in_int8() -> None:
     assert {name for name in specs if specs[name].dtype == jnp.int8} == {
         "embedding", "query", "key", "value", "output", "gate", "up", "down", "unembedding"
     }  # fmt: skip
-    scales = {scale_name(name) for name, spec in plain.items() if spec.inputs}
+    scales = {scale_of(name) for name, spec in plain.items() if spec.inputs}
     assert specs.keys() - plain.keys() == scales
     axes = ("layers", "q_heads", "head")
     assert specs["query_scale"] == ParameterSpec((126, 128, 128), axes, (), np.dtype(np.float32))

@@ -267,6 +267,13 @@ def test_a_draft_is_k_passes_and_a_level_below_shortens_those_above_it() -> None
     assert_refused("has 0 numbers", planned, below=(TINY,), level_accepted_tokens=2.0)
 
 
+def test_a_head_holds_features_beside_its_cache() -> None:
+    """4096 numbers of a position beside keys and values of 8 heads of 128."""
+    given = ROW, HEAD, Workload(rows=2, capacity=512)
+    held, read = layouts.held_cache_bytes(*given), layouts.cache_bytes(*given)
+    assert held == 3 * read == 3 * 2 * 512 * 2 * 8 * 128 * 2 // 8
+
+
 def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:
     def seconds(work: Work, *sent: Exchange, size: int = 16) -> float:
         return roofline_seconds(work, sent, V5E, {"x": size, "y": size})

@@ -37,7 +37,7 @@ from fly_jax.models.architectures import (
     ParameterSpec,
     groups,
     parameter_specs,
-    scale_name,
+    scale_of,
     shared_vocabulary,
 )
 from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
@@ -283,7 +283,7 @@ def _arranged(
             part = jax.lax.slice_in_dim(part, 0, min(vocab_size, spec.shape[axis]), axis=axis)
             spec = dataclasses.replace(spec, shape=part.shape)
         if quantise and spec.inputs:
-            parts[name], parts[scale_name(name)] = quantised(part, spec, INT8)
+            parts[name], parts[scale_of(name)] = quantised(part, spec, INT8)
         else:
             parts[name] = part.astype(spec.dtype or dtype)
     return parts, finite
@@ -517,7 +517,7 @@ class _Kept:
                     f"{self.describe(place.group, place.name)} holds NaN or infinite weights; they "
                     "must be finite: download the file again or train the model anew."
                 )
-            scales = self._places.get(scale_name(key))
+            scales = self._places.get(scale_of(key))
             if scales is not None:
                 block, scale = quantised_rows(block.astype(np.float32))
                 write(scale, scales.of_row(rows.start))

@@ -236,7 +236,7 @@ def place(index: int) -> list[str]:
 WRONG = {
     "--prompts_file=/nowhere/prompts.txt": (0, "The prompts file /nowhere/prompts.txt"),
     "--max_new_tokens=7": (1, "--max_new_tokens is 7 here and 128 on process 0"),
-    "--temperature=0.5": (1, "--temperature is 0.5 here and None on process 0"),
+    "--temperature=0.5": (1, "--temperature is 0.5 here and not given on process 0"),
     "--draft=/nowhere/draft": (1, "'/nowhere/draft' is neither a folder that exists"),
 }
 

@@ -107,13 +107,13 @@ def cache_shape(config: LlamaConfig, rows: int, capacity: int) -> tuple[int, ...
     return (config.num_layers, rows, config.num_kv_heads, capacity, config.head_size)
 
 
-def feature_cache(config: LlamaConfig) -> LlamaConfig | None:
-    """The sizes of the cache of an EAGLE-3 head's features, a half of each as its keys."""
+def held_caches(config: LlamaConfig) -> list[LlamaConfig]:
+    """The sizes of its caches: of an EAGLE-3 head also of the features, a half of each as keys."""
     if not isinstance(config.head, Eagle3):
-        return None
+        return [config]
     half = config.embed_size // 2
     heads = math.gcd(half, config.num_kv_heads)  # so that a mesh splits them alike
-    return dataclasses.replace(config, num_kv_heads=heads, head_size=half // heads)
+    return [config, dataclasses.replace(config, num_kv_heads=heads, head_size=half // heads)]
 
 
 def empty_cache(

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.models.architectures import LlamaConfig, MatrixType, ParameterSpec, parameter_specs
 from fly_jax.models.attention import query_axes
-from fly_jax.models.cache import CACHE_AXES, cache_shape, feature_cache
+from fly_jax.models.cache import CACHE_AXES, cache_shape, held_caches
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout, axes_in
 
@@ -121,8 +121,7 @@ def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
 
 def held_cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
     """Bytes that it holds of them: of an EAGLE-3 head with the features, of which few are read."""
-    each = (config, feature_cache(config))
-    return sum(cache_bytes(layout, one, workload) for one in each if one is not None)
+    return sum(cache_bytes(layout, one, workload) for one in held_caches(config))
 
 
 def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip) -> float:

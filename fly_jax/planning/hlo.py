@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
-from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.cache import CACHE_AXES, cache_shape, held_caches
 from fly_jax.sharding.rules import Layout
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -372,13 +372,13 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
 def large_shapes(
     layout: Layout | None, config: LlamaConfig, rows: int, capacity: int
 ) -> set[tuple[int, ...]]:
-    """The shapes, on one device, of a model's cache and of each of its stacks of matrices."""
+    """The shapes, on one device, of a model's caches and of each of its stacks of matrices."""
     arrays = [
         (spec.axes, spec.shape)
         for spec in parameter_specs(config).values()
         if spec.inputs and spec.axes[0] == "layers"
     ]
-    arrays.append((CACHE_AXES, cache_shape(config, rows, capacity)))
+    arrays += [(CACHE_AXES, cache_shape(one, rows, capacity)) for one in held_caches(config)]
     return {
         shape if layout is None else layout.sharding(axes, shape).shard_shape(shape)
         for axes, shape in arrays

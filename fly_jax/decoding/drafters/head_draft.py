@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from jaxtyping import Array, Float
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
 from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
-from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.cache import KVCache, NewEntries, empty_cache, feature_cache
+from fly_jax.models.cache import KVCache, NewEntries, empty_cache, held_caches
 from fly_jax.models.head import Eagle3Head
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
 from fly_jax.verification.data import STATIC, taken
@@ -100,11 +99,8 @@ class HeadDraft(HeadDrafter):
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HeadState:
         """A state with empty caches."""
-        features = cast(LlamaConfig, feature_cache(self.config))
-        return HeadState(
-            empty_cache(self.config, rows, capacity, dtype, self.layout),
-            empty_cache(features, rows, capacity, dtype, self.layout),
-        )
+        given = rows, capacity, dtype, self.layout
+        return HeadState(*(empty_cache(one, *given) for one in held_caches(self.config)))
 
     def prefill(
         self, state: HeadState, tokens: Tokens, start: Index, hidden: Features | None

@@ -203,15 +203,16 @@ class Llama(nnx.Module):
         return self.hidden_and_inputs(tokens, cache)[:2]
 
     def hidden_and_inputs(
-        self, tokens: Tokens, cache: KVCache, layers: Sequence[int] = ()
-    ) -> tuple[Hidden, NewEntries, Inputs]:
+        self, tokens: Tokens, cache: KVCache, layers: Sequence[int] = (),
+        matmul: Matmul | None = None,
+    ) -> tuple[Hidden, NewEntries, Inputs]:  # fmt: skip
         """Runs as `hidden`; adds the inputs of `layers` side by side, or the hidden states."""
         # Else the compiler would carry over the rows of another model's cache, and gather caches.
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = cache.length[:, None] + steps
-        return self.run_layers(tokens, positions, self._attending(cache), layers=layers)
+        return self.run_layers(tokens, positions, self._attending(cache), matmul, layers)
 
     def _attending(
         self, cache: KVCache

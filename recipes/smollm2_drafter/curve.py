@@ -39,7 +39,7 @@ from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.training import expectations, heads
 from fly_jax.training.expectations import Document, Expected
-from fly_jax.training.trainer import train
+from fly_jax.training.trainer import bfloat16_matmul, train
 
 _PART = flags.DEFINE_enum("part", None, ["answers", "features", *heads.KINDS], "what to do")
 _TEACHER = flags.DEFINE_string("teacher", None, "the model that answers")
@@ -48,8 +48,8 @@ _HELD_OUT = flags.DEFINE_string("held_out", None, "Spec-Bench's question.jsonl")
 _DIRECTORY = flags.DEFINE_string("directory", "runs/curve", "where everything goes")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "of the teacher")
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "of an answer")
-_SLOTS = flags.DEFINE_integer("batch_size", 1024, "answers at a time")
-_PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 131072, "of prompts in one pass")
+_SLOTS = flags.DEFINE_integer("batch_size", 1024, "answers at a time; 128 on a CPU")
+_PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 131072, "of a pass; 16384 on a CPU")
 _SHARD = flags.DEFINE_integer("shard", 0, "which of the shards")
 _SHARDS = flags.DEFINE_integer("shards", 1, "files of answers")
 _ANSWER_TOKENS = flags.DEFINE_list("answer_tokens", ["500000"], "tokens learned from, 0 for all")
@@ -60,6 +60,8 @@ _LAYERS = flags.DEFINE_integer("num_layers", 2, "of a PARD drafter or a DSpark h
 # Prompts are padded to these, so that few programs are compiled; longer ones are left out.
 _WIDTHS = 64, 128, 256, 512, 1024, 2048
 _KNOWN, _MOST_HELD_OUT = 8191, 48
+# Prompts that are sorted by their lengths and answered before those behind them.
+_GROUP = 2048
 
 
 def _prompts() -> tuple[list[Prompt], int]:
@@ -83,13 +85,19 @@ def _greedy(
 ) -> Array:  # fmt: skip
     """Continues padded prompts [rows, width] greedily; returns [rows, most], -1 behind an end."""
     model, rows = Llama(config, parameters), len(tokens)
-    hidden, cache = model.extend(tokens, cache)
+    multiply = bfloat16_matmul if model.dtype == jnp.float32 else None
+
+    def extended(tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
+        hidden, new, _ = model.hidden_and_inputs(tokens, cache, matmul=multiply)
+        return hidden, cache.written(new, model.layout)
+
+    hidden, cache = extended(tokens, cache)
     cache = cache.with_length(lengths)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     found = jnp.full((rows, most), -1, jnp.int32)
 
     def chosen(hidden: Array) -> Array:
-        return jnp.argmax(model.logits(hidden)[:, 0], axis=-1).astype(jnp.int32)
+        return jnp.argmax(model.logits(hidden, multiply)[:, 0], axis=-1).astype(jnp.int32)
 
     def goes_on(state: tuple[Array, KVCache, Array, Array, Array]) -> Array:
         step, _, _, _, ended = state
@@ -101,7 +109,7 @@ def _greedy(
         step, cache, token, found, ended = state
         found = found.at[:, step].set(jnp.where(ended, -1, token))
         ended |= jnp.isin(token, jnp.array(ends))
-        hidden, cache = model.extend(token[:, None], cache)
+        hidden, cache = extended(token[:, None], cache)
         cache = cache.with_length(cache.length + 1)
         return step + 1, cache, chosen(hidden), found, ended
 
@@ -110,7 +118,7 @@ def _greedy(
 
 
 def _answer() -> None:
-    """Answers what no file has yet: Spec-Bench's prompts, then the others, short ones first."""
+    """Answers what no file has yet: Spec-Bench's prompts, then the others, a group at a time."""
     models, pair = open_pair(_TEACHER.value), load_pair(_TEACHER.value, dtype=_DTYPE.value)
     prompts, held_out = _prompts()
     ids = [_encoded(models, one) for one in prompts]
@@ -120,7 +128,8 @@ def _answer() -> None:
         file.seek(0)
     done = {json.loads(line)["index"] for file in files for line in file}
     batches: list[tuple[list[int], int, int]] = []
-    for numbers in (range(held_out), range(held_out, len(ids))):
+    starts = [0, *range(held_out, len(ids), _GROUP), len(ids)]
+    for numbers in itertools.starmap(range, itertools.pairwise(starts)):
         for low, width in itertools.pairwise((0, *_WIDTHS)):
             some = [one for one in numbers if one not in done and low < len(ids[one]) <= width]
             rows = min(_SLOTS.value, _PREFILL_TOKENS.value // width)

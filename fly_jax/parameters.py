@@ -89,20 +89,11 @@ class Parameter:
 
 
 def parameter(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    kind: type | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: Sequence[str] = (),
-    word: str = "",
-    flag: bool = True,
+    default: Any, help: str, *, name: str | None = None, kind: type | None = None,
+    low: float | None = None, high: float | None = None, above: float | None = None,
+    below: float | None = None, choices: Sequence[str] = (), word: str = "", flag: bool = True,
     static: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Declares a dataclass field that is a parameter.
 
     Args:

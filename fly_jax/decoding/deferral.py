@@ -166,16 +166,9 @@ class Settlement:
 
 
 def close(
-    window: OpenWindow,
-    new: Deferral,
-    replacement: RowInts,
-    text: Text,
-    length: RowInts,
-    block: Emitted,
-    num_drafted: RowInts,
-    accepted: DraftFlags,
-    ended: RowFlags,
-) -> Settlement:
+    window: OpenWindow, new: Deferral, replacement: RowInts, text: Text, length: RowInts,
+    block: Emitted, num_drafted: RowInts, accepted: DraftFlags, ended: RowFlags,
+) -> Settlement:  # fmt: skip
     """Settles what is certain, keeps the rest open, and rolls back what has failed.
 
     Args:

@@ -21,7 +21,7 @@ from fly_jax.decoding.depth import initial_stats, rows_begun
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import once
 from fly_jax.decoding.round import RoundProgram
-from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches, map_lengths
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama, Parameters, for_backend, lies_on_cpu, runs_unstacked
@@ -455,9 +455,7 @@ def _prefill_chunk(
         if drafts is None:
             drafting = take_in(drafting)
         else:  # what it has copied of another row may be longer than what they have in common
-            drafting = map_caches(
-                lambda one: one.with_length(jnp.minimum(one.length, start)), drafting
-            )
+            drafting = map_lengths(lambda length: jnp.minimum(length, start), drafting)
             drafting = once(drafts, take_in, drafting)
     state = dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
     return _whole_numbers(shapes.layout, state)

@@ -26,6 +26,15 @@ def map_caches(function: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.map(function, *trees, is_leaf=lambda one: isinstance(one, KVCache))
 
 
+def map_lengths(function: Callable[[RowInts], RowInts], tree: Any) -> Any:
+    """Maps the lengths of all caches; what else a drafter's state has stays as it is."""
+
+    def of(one: Any) -> Any:
+        return one.with_length(function(one.length)) if isinstance(one, KVCache) else one
+
+    return map_caches(of, tree)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:

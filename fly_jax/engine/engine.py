@@ -22,7 +22,7 @@ from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import CATCH_UP_AFTER, DraftModel
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs, compiled, shape_of
-from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_caches
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_lengths
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
 from fly_jax.engine.prefill import OFFLINE_TOKENS, SMALL_TOKENS, Chunk, ChunkPlan, Prefill
 from fly_jax.engine.request import (
@@ -70,23 +70,13 @@ class Engine:
     """
 
     def __init__(
-        self,
-        target: Llama,
-        draft: Llama | Sequence[Llama] | Drafter | None,
-        spec: RoundSpec,
-        *,
-        num_slots: int = 8,
-        max_length: int | None = None,
-        prefill_chunk: int = 256,
-        rules: Sequence[Rule] = (),
-        protected_token_ids: Sequence[int] = (),
-        tokenizer: Tokenizer | None = None,
-        load_may_change_text: bool = False,
-        memory: CorrectionMemory | None = None,
-        offline: bool = False,
-        listener: Listener | None = None,
-        shared_block: int = BLOCK,
-    ) -> None:
+        self, target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, spec: RoundSpec, *,
+        num_slots: int = 8, max_length: int | None = None, prefill_chunk: int = 256,
+        rules: Sequence[Rule] = (), protected_token_ids: Sequence[int] = (),
+        tokenizer: Tokenizer | None = None, load_may_change_text: bool = False,
+        memory: CorrectionMemory | None = None, offline: bool = False,
+        listener: Listener | None = None, shared_block: int = BLOCK,
+    ) -> None:  # fmt: skip
         """Checks the pair against the rule. The caches are made when they are first needed.
 
         Args:
@@ -164,7 +154,7 @@ class Engine:
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch
         self._offline = offline
-        self._pending: Dispatch | None = None
+        self._pending = collections.deque[Dispatch]()  # on their way, oldest first
         self._state: DecodeState | None = None
         self._stats: AcceptanceStats | None = None  # of the state that was given back
         self._compiled: set[object] = set()
@@ -319,12 +309,12 @@ class Engine:
         self._run_prompts()
 
         # 2) Rounds. They run while those before them are read.
-        before, self._pending = self._pending, None
-        if self.slots.live:
-            self._pending = self._dispatch(follows=before is not None)
+        follows = bool(self._pending)
+        if self.slots.live and len(self._pending) < 2:  # there are two only after Ctrl-C
+            self._pending.append(self._dispatch(follows=follows))
 
         # 3) Read the rounds before; after the last row nothing else is waited for.
-        found = [] if before is None else self._read(before)
+        found = self._read(self._pending[0]) if follows else []
         self._forget_rounds()
         return found
 
@@ -490,14 +480,16 @@ class Engine:
         """A row of which all but the target lack so many tokens: what is read changes no time."""
         row = self._prefill.rows([RequestState(Request(prompt, self.max_length), self._own)], 1)
         read = len(prompt) - 1 - lacks
-        known = map_caches(lambda one: one.with_length(one.length + read), row.drafter)
+        known = map_lengths(lambda length: length + read, row.drafter)
         return dataclasses.replace(row, drafter=known)
 
     def _forget_rounds(self) -> None:
-        """Forgets the rounds on their way, if all requests in them are finished."""
-        pending = self._pending
-        if pending is not None and all(one is None or one.is_finished for one in pending.occupants):
-            self._pending = None
+        """Forgets the rounds on their way in which all requests are finished."""
+        self._pending = collections.deque(
+            pending
+            for pending in self._pending
+            if not all(one is None or one.is_finished for one in pending.occupants)
+        )
 
     def _run_prompts(self) -> None:
         prefill, num_run = self._prefill, 0
@@ -533,6 +525,8 @@ class Engine:
     def _next_group(self) -> list[tuple[RequestState, Prefix]]:
         """The first request that waits, with others whose prompts are run in the same passes."""
         plan, found = self._prefill.plan, list[tuple[RequestState, Prefix]]()
+        if self.waiting:
+            self._held()  # before anything is shared with it: it may be lost
         kind: tuple[int, int] | None = None
         for one in itertools.islice(self.waiting, _LOOKAHEAD):
             if len(found) == min(self.slots.num_free, plan.rows[-1]):
@@ -602,6 +596,7 @@ class Engine:
         for seated in dispatch.seated:
             self._note_prefill(seated)
         output: RoundOutput = jax.device_get(dispatch.output)
+        self._pending.popleft()  # only now: Ctrl-C comes while this is waited for
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
         if self.memory is not None and self.spec.static.reports_mismatches:

@@ -123,16 +123,9 @@ def final_answer(text: str) -> str:
 
 
 def audited(
-    index: int,
-    prompt: str,
-    generation: Generation,
-    tokenizer: Tokenizer,
-    run: Run,
-    *,
-    has_window: bool,
-    budget: float | None = None,
-    exact: Generation | None = None,
-) -> tuple[list[Mismatch], Continuation]:
+    index: int, prompt: str, generation: Generation, tokenizer: Tokenizer, run: Run, *,
+    has_window: bool, budget: float | None = None, exact: Generation | None = None,
+) -> tuple[list[Mismatch], Continuation]:  # fmt: skip
     """The events of one prompt; `has_window`: every rescue has a deferred window behind it."""
     ids, reports = generation.token_ids, generation.reports
     # After the prompt's last token, since some tokenizers drop the space that begins a text.

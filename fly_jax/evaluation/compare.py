@@ -146,19 +146,12 @@ class Comparison:
 
 
 def compare(
-    pair: Pair,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    configs: Mapping[str, DecodingConfig] | None = None,
-    *,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-    seed: int = 0,
-    turns: int = 1,
-    draft_share: bool = False,
-    categories: Sequence[str] = (),
-    check: _Check | None = None,
+    pair: Pair, prompts: Sequence[str] | Sequence[Sequence[int]],
+    configs: Mapping[str, DecodingConfig] | None = None, *, max_new_tokens: int = 128,
+    batch_size: int = 1, seed: int = 0, turns: int = 1, draft_share: bool = False,
+    categories: Sequence[str] = (), check: _Check | None = None,
     memory: CorrectionMemory | None = None,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Decodes the same prompts with every rule, in turns, a few prompts at a time.
 
     Everything is compiled before the first measurement. Each rule has an engine of its own; only

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -38,6 +38,15 @@ class ClientReply:
         return (self.e2el - self.ttft) / (self.num_tokens - 1)
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream; httpx's own also end at U+2028, which a text in JSON may have."""
+    rest = b""
+    async for some in response.aiter_bytes():
+        *lines, rest = (rest + some).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> ClientReply:
     """Streams an answer to its end; raises FlyJaxError where the server refuses or breaks off."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -49,7 +58,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 said = (await response.aread()).decode(errors="replace")[:400]
                 why = f"{client.base_url} refuses ({response.status_code}): {said}"
                 raise FlyJaxError(f"{why}; correct what it names.")
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line.removeprefix("data: "))

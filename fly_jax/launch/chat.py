@@ -116,7 +116,8 @@ class Conversation:
         if argument and name != "rule":
             raise FlyJaxError(f"/{name} stands alone, without '{argument}'.")
         if name == "exact":
-            self._decode_with(self._given.replace(rule="exact", temperature=0.0))
+            greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+            self._decode_with(self._given.replace(rule="exact", **greedy))
         elif name == "rule":
             rule = argument.strip("'\"")
             self._decode_with(self._given.replace(rule=rule) if rule else self._given)

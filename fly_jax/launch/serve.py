@@ -186,12 +186,17 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
             if done == total:
                 bar.close()
 
+        def cut_off() -> None:
+            if service.state == "starting":  # what compiles or is timed cannot be interrupted
+                os._exit(130)
+            service.cancel()
+
         try:
             serving = functools.partial(
                 serve, service, listening, grace_period=values.grace_period, say=say,
                 on_progress=on_progress,
             )  # fmt: skip
-            run(serving, service.cancel)
+            run(serving, cut_off)
         except ServerFailed as error:
             cause = error.__cause__
             if cause is not None and inputs.is_of_another(cause):

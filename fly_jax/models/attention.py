@@ -378,22 +378,10 @@ def _attend_shard(
 
 
 def _attend(
-    query: Queries,
-    key: New,
-    value: New,
-    keys: Cached,
-    values: Cached,
-    layer: Index,
-    start: RowInts,
-    window: Index | None,
-    ahead: Ahead,
-    *,
-    heads: _Heads,
-    attended: int | None,
-    lengths: MeshAxes = (),
-    scatters: bool = False,
-    joins: bool = False,
-) -> Float[Array, "rows time some_heads head"]:
+    query: Queries, key: New, value: New, keys: Cached, values: Cached, layer: Index,
+    start: RowInts, window: Index | None, ahead: Ahead, *, heads: _Heads, attended: int | None,
+    lengths: MeshAxes = (), scatters: bool = False, joins: bool = False,
+) -> Float[Array, "rows time some_heads head"]:  # fmt: skip
     """Attends as `attend_cached`, to what is on one device.
 
     `scatters` leaves it the heads it came with. `joins` puts the pass's own keys behind the cached

@@ -112,6 +112,9 @@ class Tokenizer:
                 "plain prompt, or the checkpoint of an instruct model."
             )
         vocabulary, controls = self.vocabulary, self.vocabulary.controls
+        if "developer" not in self.chat_template:  # OpenAI's newer word; templates drop such roles
+            new = {"role": "system"}
+            messages = [{**m, **new} if m.get("role") == "developer" else m for m in messages]
         said = "".join(value for message in messages for value in message.values())
         # Single characters and spaces are text, whatever a file calls them.
         ours, added = (
@@ -450,7 +453,12 @@ def _sentence_piece_vocabulary(
     begin = model.bos_id()
     if bos is not None and model.piece_to_id(bos) != model.unk_id():
         begin = model.piece_to_id(bos)
-    return SentencePieceVocabulary(model, begin if adds_bos and begin >= 0 else None)
+    # Only here, since it refuses a protobuf that is older than itself.
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    pieces = proto.ModelProto.FromString(model.serialized_model_proto()).pieces  # type: ignore[attr-defined]
+    added = [one.piece for one in pieces if one.type == one.USER_DEFINED]
+    return SentencePieceVocabulary(model, begin if adds_bos and begin >= 0 else None, added)
 
 
 @functools.cache

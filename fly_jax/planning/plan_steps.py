@@ -252,15 +252,9 @@ def _temporaries(model: _Model, tokens: int, *, logits: bool) -> int:
 
 
 def _compiled(
-    spec: PlanSpec,
-    layouts: Layouts,
-    name: str,
-    traced: Traced,
-    caches: Iterable[DecodeState],
-    *,
-    times: int = 1,
-    beside: int = 0,
-) -> Step:
+    spec: PlanSpec, layouts: Layouts, name: str, traced: Traced, caches: Iterable[DecodeState], *,
+    times: int = 1, beside: int = 0,
+) -> Step:  # fmt: skip
     """Compiles a step that runs `times`, with `beside` bytes held beside its arguments.
 
     It reports copies of the caches and of the models' stacks of matrices: there should be none.

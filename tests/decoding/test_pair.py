@@ -149,9 +149,11 @@ def test_a_foreign_drafter_is_lossless_and_given_the_targets_hidden_states(
     assert np.all(np.any(last.prompt != 0, axis=1))
     loaded = load_pair(tiny_pair[0], "echo", dtype="float32")
     assert (loaded.drafts, loaded.drafter) == ((), "echo")
-    (one,) = generate(loaded, prompts[:1], max_new_tokens=12, **given)
-    assert one.token_ids == expected[0]
-    assert one.num_draft_tokens > 0
+    for number in (3, "auto"):
+        given["num_speculative_tokens"] = number
+        (one,) = generate(loaded, prompts[:1], max_new_tokens=12, **given)
+        assert one.token_ids == expected[0]
+        assert one.num_draft_tokens > 0 or number == "auto"
     assert_refused("a drafter 'echo' already", register, "echo", lambda target, static: None)
     assert_refused("proposes alone", load_pair, tiny_pair[0], ["echo", tiny_pair[1]])
 

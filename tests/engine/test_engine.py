@@ -271,6 +271,38 @@ def test_warming_up_again_overwrites_nothing() -> None:
     check_alone(kind, found)
 
 
+def test_ctrl_c_while_rounds_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token is lost: a step that was interrupted is followed by others as if it had not been."""
+    kind, read, reads = KINDS["rules and sampling"], jax.device_get, itertools.count()
+    engine, interruptions = engine_for(kind), 0
+
+    def interrupted(tree: Any) -> Any:
+        if next(reads) in (2, 3, 7):
+            raise KeyboardInterrupt
+        return read(tree)
+
+    monkeypatch.setattr(jax, "device_get", interrupted)
+    states = [engine.submit(one) for one in requests(kind, 5, seed=2)]
+    while not engine.is_idle:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions == 3
+    check_alone(kind, states)
+
+
+def test_nothing_is_shared_with_what_is_lost() -> None:
+    """A program that Ctrl-C cut off, or that failed, has taken the caches along."""
+    kind, request = KINDS["autoregressive"], Request(tuple(range(40)), 10)
+    engine = engine_for(kind)
+    finished(engine, [request])
+    jax.tree.map(lambda one: one.delete(), engine._state)
+    (again,) = finished(engine, [request])
+    assert again.num_reused == 0
+    check_alone(kind, [again])
+
+
 def test_offline_all_compiles_beforehand(compilations: Callable[[], list[str]]) -> None:
     kind = KINDS["autoregressive"]
     prompts = [[7, 8], *([*range(30), index, *[9] * index] for index in range(5)), [3] * 40]

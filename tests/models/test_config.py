@@ -160,6 +160,11 @@ def test_tensors_beyond_the_family(tmp_path: Path) -> None:
         "lm_head.weight": np.asarray(model.parameters()["embedding"]),
     }
     assert_same(load_llama(altered(GOLDEN / "llama32", tmp_path, {}, more)), model)
+    more["lm_head.weight"] = (
+        more["lm_head.weight"] * 2
+    )  # as a merged adapter of a tied model has it
+    folder = altered(GOLDEN / "llama32", tmp_path, {}, more)
+    assert_refused("lm_head.weight other than the embedding", open_weights, folder)
 
 
 def test_other_layers_than_the_configuration_has(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(tmp_path: Path, si
 
 
 def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Sized) -> None:
+    """Nor in the checkpoint that the file is converted to."""
     size, whole = sentence_piece_writer(tmp_path)
 
     def put(writer: gguf.GGUFWriter) -> None:
@@ -186,12 +187,14 @@ def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Si
         names[-1], kinds[-1] = "<|user|>", gguf.TokenType.USER_DEFINED
         writer.add_chat_template("<|user|>{{ messages[0].content }}")
 
-    found = open_checkpoint(sized(size, put)).tokenizer
-    assert found.encode("x<|user|>")[-1] == size - 1
-    assert found.decode(found.encode("x<|user|>")) == "x<|user|>"
-    for content in ("x", "x<|user|>", "<|user|><|user|>"):
-        ids = found.apply_chat_template([{"role": "user", "content": content}])
-        assert ids.count(size - 1) == 1
+    convert(sized(size, put), tmp_path / "converted", "float32")
+    for path in (tmp_path / "model.gguf", tmp_path / "converted"):
+        found = open_checkpoint(path).tokenizer
+        assert found.encode("x<|user|>")[-1] == size - 1
+        assert found.decode(found.encode("x<|user|>")) == "x<|user|>"
+        for content in ("x", "x<|user|>", "<|user|><|user|>"):
+            ids = found.apply_chat_template([{"role": "user", "content": content}])
+            assert ids.count(size - 1) == 1
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -> None:
@@ -202,7 +205,9 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
     offsets = (whole.index(b"blk.%d.ffn_up.weight" % layer) + 19 + 24 for layer in range(2))
     first, second = (slice(at, at + 8) for at in offsets)
     overlap = whole[: second.start] + whole[first] + whole[second.stop :]
-    halves += ((overlap, "damaged"),)
+    at = whole.index(b"blk.0.ffn_up.weight") + 19 + 20
+    unknown = whole[:at] + (77).to_bytes(4, "little") + whole[at + 4 :]
+    halves += ((overlap, "damaged"), (unknown, "stored as type 77; fly_jax reads"))
     others = (newer, "of version 99, and the installed"), (b"no such thing", "no GGUF file")
     for data, words in (*halves, *others):
         path.write_bytes(data)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from launch_types import Patch
 from random_pairs import logits_of
 from refusals import assert_refused
+from safetensors.numpy import load_file
 
 from fly_jax.models import integers, llama, quantise
 from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_of
@@ -155,6 +156,21 @@ def test_golden_logits(kind: str) -> None:
     np.testing.assert_allclose(found, stored["logits"], atol=1e-4)
 
 
+@pytest.mark.parametrize("mesh", [None, "2x2"])
+def test_a_scale_for_a_whole_matrix(mesh: str | None, tmp_path: Path) -> None:
+    """As AutoFP8 stores it, in floats; the cache has no scale here."""
+    stored = load_file(QUANTISED / "int/model.safetensors")
+    scales = {name: np.array(0.5, np.float32) for name in stored if name.endswith("weight_scale")}
+    others = {"model.layers.0.self_attn.kv_scale": np.array(2, np.float32)}
+    said = packed("int-quantized", num_bits=8, strategy="tensor")
+    given = {"quantization_config": said}, scales | others
+    folder = altered(QUANTISED / "int", tmp_path, *given)
+    layout = None if mesh is None else layout_on(mesh)
+    found = load_llama(folder, dtype=jnp.float32, layout=layout).parameters()["down"][0]
+    weights = stored["model.layers.0.mlp.down_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(found, 0.5 * weights.T)
+
+
 def test_a_mesh_and_a_conversion_give_the_same_parameters(tmp_path: Path) -> None:
     alone = load_llama(QUANTISED / "awq", dtype=jnp.float32).parameters()
     split = load_llama(QUANTISED / "awq", dtype=jnp.float32, layout=layout_on("2x2")).parameters()
@@ -191,6 +207,8 @@ OTHER_WAYS: dict[str, dict[str, object]] = {
 }
 PACKED = packed("pack-quantized", num_bits=4, strategy="group", group_size=16)
 WRONG: list[tuple[str, object]] = [
+    ("describes weights.* in a way", PACKED | {"sparsity_config": {"format": "sparse-bitmask"}}),
+    ("lacks the tensor", PACKED | {"sparsity_config": {"format": "dense"}}),
     *((f"quantised in a way.*{named}.*give such", said) for named, said in OTHER_WAYS.items()),
     ("in a way that fly_jax does not read", {"bits": 4}),
     ("is not described as expected", {"quant_method": "awq", "bits": 4}),

@@ -133,6 +133,8 @@ def test_the_real_tokenizer_of_smollm2() -> None:
         assert found.decode(found.encode(text)) == text
     for said in (turns(" Why?"), turns(" Why?", "x", whole)):
         assert found.apply_chat_template(said) == reference_chat(reference, said)
+    one, other = ([{"role": role, "content": "Be brief."}] for role in ("system", "developer"))
+    assert found.apply_chat_template(other + said) == reference_chat(reference, one + said)
 
 
 @pytest.mark.parametrize("legacy", [True, False])

@@ -9,7 +9,13 @@ from pydantic import ValidationError
 
 from fly_jax.decoding.config import default_config
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.http.protocol import ApiError, ChatRequest, CompletionRequest, of_validation
+from fly_jax.serving.http.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    of_validation,
+)
 from fly_jax.serving.http.request_builder import RequestBuilder
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -19,7 +25,8 @@ HARMLESS: dict[str, Any] = {
     "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0,
     "echo": False, "suffix": None, "logit_bias": {}, "tools": None, "tool_choice": "auto",
     "response_format": {"type": "text"}, "skip_special_tokens": True, "best_of": 1,
-    "stop_token_ids": [], "guided_json": None, "logprobs": None,
+    "stop_token_ids": [], "guided_json": None, "logprobs": None, "tfs_z": 1, "max_tokens": 4,
+    "max_completion_tokens": 4,
 }  # fmt: skip
 
 
@@ -31,6 +38,9 @@ def test_what_changes_nothing_is_passed_over() -> None:
     asked = {"role": "user", "name": "Ada", "content": [part]}
     given = ChatRequest.model_validate({"messages": [asked, said, *HELLO]} | HARMLESS)
     assert given.messages[0].as_template == HELLO[0]
+    assert given.limit == CompletionRequest(prompt="a", max_completion_tokens=4).limit == 4
+    two = Message(role="user", content=[part, part])
+    assert two.as_template["content"] == "Hello\nHello"
 
 
 BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (ChatRequest,)
@@ -56,16 +66,16 @@ BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (Chat
         (TEXT, {"logprobs": 6}, "less than or equal to 5"),
         (TEXT, {"logprobs": True}, "valid integer"),
         (TEXT, {"best_of": 3}, "best_of is 3"),
-        (TEXT, {"max_completion_tokens": 3}, "max_completion_tokens is 3"),
+        (BOTH, {"stop_regex": "a"}, "stop_regex is 'a'"),
         (TEXT, {"top_logprobs": 3}, "top_logprobs is 3"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
         (CHAT, {"top_logprobs": 2}, "give logprobs=true"),
-        (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "one of them"),
+        (BOTH, {"max_tokens": 1, "max_completion_tokens": 2}, "one of them"),
         (CHAT, {"messages": [{"role": "a", "content": "b", "tool_calls": [1]}]}, "tool_calls"),
         (TEXT, {"stop": [""]}, "stop.0: String should have at least 1 character."),
         (TEXT, {"stop": ["a", 3]}, "stop: Input should be a valid string."),
         (TEXT, {"prompt": 3, **dict.fromkeys(map(str, range(80)), 0)},
-         "The body: there are 82 fields; send at most 80."),
+         "The body: there are 82 fields; send at most 81."),
         (TEXT, {"stop": ["a"] * 17},
          "stop: List should have at most 16 items after validation, not 17."),
         (TEXT, {"prompt": 3}, "prompt: Input should be a valid string."),
@@ -123,7 +133,9 @@ def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() 
 def test_what_is_drawn_without_a_seed_need_not_come_again() -> None:
     """So K may follow the load while it is decoded."""
     builder = RequestBuilder.of(default_config(is_embedded=True))
-    for seed in (None, 0, 7):
+    for seed in (None, -1, 0, 7):
         asked = CompletionRequest(prompt=[1], temperature=0.5, seed=seed, n=2)
         made = builder.requests(asked, [[1]], Mock(max_length=64), tuple)
-        assert [one.repeats for one in made] == [seed is not None] * 2
+        assert [one.repeats for one in made] == [seed not in (None, -1)] * 2
+    asked = CompletionRequest(prompt=[1], fly={"rule": "sampled"})
+    assert builder.requests(asked, [[1]], Mock(max_length=64), tuple)[0].is_drawn

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
-from fly_jax.decoding.state import map_caches
+from fly_jax.decoding.state import map_lengths
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
@@ -209,9 +209,7 @@ class DraftModel(ModelDrafter):
             logits=logits,
             cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
             # What it has read beyond is padding or refused drafts.
-            below=map_caches(
-                lambda one: one.with_length(jnp.minimum(one.length, length - 1)), state.below
-            ),
+            below=map_lengths(lambda known: jnp.minimum(known, length - 1), state.below),
             num_passes=jnp.int32(0),
             num_passes_below=jnp.zeros(self.num_models - 1, jnp.int32),
         )

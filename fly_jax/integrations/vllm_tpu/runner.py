@@ -131,21 +131,12 @@ class LoosenedSampler(RejectionSampler):
 
 @functools.partial(jax.jit, static_argnames=("mesh", "max_drafted"))
 def kept_on(
-    step: StepRows,
-    budgets: Float32[Array, " slots"],
-    draft_tokens: Int[Array, " tokens"],
-    num_drafted: Int[Array, " requests"],
-    draft_probs: Float[Array, "tokens vocab"] | None,
-    logits: Float[Array, "tokens vocab"],
-    bonus_tokens: Int[Array, " requests"],
-    metadata: Any,
-    key: Key[Array, ""] | None,
-    protected: Bool[Array, " vocab"],
-    memory: Int32[Array, "pairs 2"] | None,
-    *,
-    mesh: jax.sharding.Mesh,
-    max_drafted: int,
-) -> tuple[Int32[Array, " emitted"], Int32[Array, ""], Float32[Array, " slots"]]:
+    step: StepRows, budgets: Float32[Array, " slots"], draft_tokens: Int[Array, " tokens"],
+    num_drafted: Int[Array, " requests"], draft_probs: Float[Array, "tokens vocab"] | None,
+    logits: Float[Array, "tokens vocab"], bonus_tokens: Int[Array, " requests"], metadata: Any,
+    key: Key[Array, ""] | None, protected: Bool[Array, " vocab"],
+    memory: Int32[Array, "pairs 2"] | None, *, mesh: jax.sharding.Mesh, max_drafted: int,
+) -> tuple[Int32[Array, " emitted"], Int32[Array, ""], Float32[Array, " slots"]]:  # fmt: skip
     """Runs `verify_flat` on each device's requests; returns tokens, rescues, and budgets left."""
     sampling, budget = None, None
     if metadata.do_sampling:

@@ -97,11 +97,15 @@ def open_gguf(path: Path) -> GgufFile:
         raise error if isinstance(error, FlyJaxError) else FlyJaxError(told) from error
     for name, tensor in found.tensors.items():
         if tensor.kind.name not in TYPES:
-            raise FlyJaxError(
-                f"The tensor {name} in {path} is stored as {tensor.kind.name}; fly_jax reads "
-                f"{', '.join(TYPES)}: give a file of one of these."
-            )
+            raise _unread(path, name, tensor.kind.name)
     return found
+
+
+def _unread(path: Path, tensor: str, kind: object) -> FlyJaxError:
+    return FlyJaxError(
+        f"The tensor {tensor} in {path} is stored as {kind}; fly_jax reads {', '.join(TYPES)}: "
+        "give a file of one of these."
+    )
 
 
 class _Header:
@@ -136,7 +140,10 @@ class _Header:
             if name in claims or number > _MOST_SIZES:
                 raise ValueError(f"It has {name} twice, or with {number} axes.")
             shape = tuple(self._number() for _ in range(number))[::-1]
-            claims[name] = (shape, gguf.GGMLQuantizationType(self._number(4)), self._number())
+            kind = self._number(4)
+            if kind not in list(gguf.GGMLQuantizationType):  # a newer one, or one given up
+                raise _unread(path, name, f"type {kind}")
+            claims[name] = (shape, gguf.GGMLQuantizationType(kind), self._number())
         unit = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if type(unit) is not int or unit < 1 or unit & (unit - 1):
             raise ValueError(f"Its tensors begin at multiples of {unit}.")

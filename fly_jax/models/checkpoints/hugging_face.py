@@ -48,7 +48,7 @@ _AGAIN = "download the file again"
 # Rotary tables, which config.json determines, and scales of activations and caches, which are not
 # quantised here.
 _WITHOUT_EFFECT = re.compile(
-    r"\.(rotary_emb\.inv_freq|weight_shape|(input|output|q|k|v)_(scale|scale_ub|zero_point))$"
+    r"\.(rotary_emb\.inv_freq|weight_shape|(input|output|q|k|v|kv)_(scale|scale_ub|zero_point))$"
 )
 _OUTER = {
     "embedding": "model.embed_tokens.weight",
@@ -191,6 +191,12 @@ class HuggingFaceSource:
     def _check_rest(self, needed: Container[str]) -> None:
         """Raises FlyJaxError for tensors that would change the text and are no parameters."""
         is_head = self.config.head is not None
+        table, own = (self._stored.get(_OUTER[one]) for one in ("embedding", "unembedding"))
+        if self.config.tied_embeddings and table and own and not own.equals(table):
+            raise FlyJaxError(
+                f"{own.file} has an lm_head.weight other than the embedding, and config.json ties "
+                "them; set tie_word_embeddings to false in config.json."
+            )
         for name, tensor in self._stored.items():
             of_others = _BESIDE_HEAD.fullmatch(name) if is_head else not name.startswith("model.")
             is_known = name in needed or of_others or _WITHOUT_EFFECT.search(name)
@@ -313,14 +319,14 @@ def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, Stor
             )
 
 
-def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> Sharding:
+def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int = 1) -> Sharding:
     """The first sharding of a stored matrix: contiguous rows on as many devices as possible."""
     if layout is None:
         return SingleDeviceSharding(jax.devices()[0])
     names = [name for entry in layout.spec(spec.axes, spec.shape) for name in axes_in(entry)]
     while num_rows % math.prod(layout.mesh.shape[name] for name in names):
         names.pop()
-    return NamedSharding(layout.mesh, PartitionSpec(tuple(names) or None))
+    return NamedSharding(layout.mesh, PartitionSpec(tuple(names)) if names else PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +346,10 @@ class StoredTensor:
     def is_zero(self) -> bool:
         """Tells whether all its numbers are zero."""
         return self.begin == self.end or not self._bytes().any()
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Tells whether another tensor has the same bytes."""
+        return np.array_equal(self._bytes(), other._bytes())
 
     def _bytes(self) -> np.ndarray:
         with self.file.open("rb") as stream:

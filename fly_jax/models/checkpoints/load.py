@@ -136,16 +136,10 @@ def open_weights(path: Path) -> Source:
 
 
 def load_llama(
-    checkpoint: Path | Checkpoint,
-    *,
-    layout: Layout | None = None,
-    dtype: DTypeLike = jnp.float32,
-    int8: bool = False,
-    vocab_size: int | None = None,
-    unstacked: bool = False,
-    weights_cache: str | Path | None = "off",
-    say: Say = warnings.warn,
-) -> Llama:
+    checkpoint: Path | Checkpoint, *, layout: Layout | None = None, dtype: DTypeLike = jnp.float32,
+    int8: bool = False, vocab_size: int | None = None, unstacked: bool = False,
+    weights_cache: str | Path | None = "off", say: Say = warnings.warn,
+) -> Llama:  # fmt: skip
     """Loads weights straight into their place.
 
     FlyJaxError as `open_weights`, for a weight that is NaN or infinite, or a drafter's `token_rows`

@@ -247,7 +247,8 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Packing | None:
     groups = list(said["config_groups"].values())
     own = [(one.get("format") or said["format"], one["weights"]) for one in groups]
     kinds = {(form, json.dumps(weights, sort_keys=True)) for form, weights in own}
-    if len(kinds) != 1 or said.get("sparsity_config") or said.get("transform_config"):
+    sparsity = (said.get("sparsity_config") or {}).get("format", "dense")
+    if len(kinds) != 1 or sparsity != "dense" or said.get("transform_config"):
         return None
     form, weights = own[0]
     bits, group = _positive(weights["num_bits"]), weights.get("group_size")

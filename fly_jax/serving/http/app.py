@@ -92,7 +92,7 @@ def _about(service: Service) -> APIRouter:
             "owned_by": "fly_jax",
             "max_model_len": engine.max_length,
             "fly": {
-                "rule": service.builder.config.rule,
+                "rule": service.builder.for_engine.rule,
                 "rules": service.builder.names,
                 "num_speculative_tokens": service.num_speculative_tokens,
                 "max_logprobs": engine.spec.static.max_logprobs,

@@ -34,9 +34,10 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
-            *("min_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability"),
-            *("dynatemp_range", "samplers"),
-            *("max_completion_tokens", "max_new_tokens", "n_predict", "top_logprobs"),
+            *("min_p", "top_a", "mirostat", "dry_multiplier", "xtc_probability"),
+            *("dynatemp_range", "samplers", "no_repeat_ngram_size", "stop_regex", "no_stop_trim"),
+            *("return_token_ids", "return_tokens", "n_probs", "return_hidden_states"),
+            *("max_new_tokens", "n_predict", "top_logprobs", "thinking_token_budget"),
             *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
             *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),
@@ -48,7 +49,8 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
         _NOTHING,
     ),
     **dict.fromkeys(
-        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "best_of"), (1,)
+        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z", "best_of"),
+        (1,),
     ),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
     "tool_choice": ("none", "auto"),
@@ -164,7 +166,8 @@ class _GenerationFields(_Fields):
       temperature: 0 is greedy; the server's if not given.
       top_k: 0 or -1 for all.
       n: answers to each prompt, which differ only where they are drawn.
-      seed: of the draws; of the i-th answer it is seed + i.
+      max_completion_tokens: another name of max_tokens.
+      seed: of the draws, none for -1; of the i-th answer it is seed + i.
       stop: texts before which an answer ends.
       ignore_eos: goes on to max_tokens, whatever ends of text come.
       cache_salt: shares beginnings of prompts only with requests that give the same.
@@ -172,13 +175,17 @@ class _GenerationFields(_Fields):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     n: Annotated[
         int, BeforeValidator(lambda n: 1 if n is None else n), Field(ge=1, le=_MOST_PROMPTS)
     ] = 1
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[
+        Annotated[int, Field(ge=-(2**63), lt=2**63)] | None,
+        BeforeValidator(lambda seed: None if seed == -1 else seed),
+    ] = None
     stop: StopText | _Stops | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -196,6 +203,8 @@ class _GenerationFields(_Fields):
             known = type(self).model_fields if len(name) <= _LONGEST_NAME else ()
             if meant := difflib.get_close_matches(name, known, 1, _ALIKE):
                 raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self
 
     @property
@@ -231,7 +240,7 @@ class CompletionRequest(_GenerationFields):
     @property
     def limit(self) -> int | None:
         """The most tokens of each answer: OpenAI's default if not given."""
-        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.max_completion_tokens or self.max_tokens or _COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
@@ -256,7 +265,7 @@ class Message(_Fields):
     def as_template(self) -> dict[str, str]:
         """The message in the form that chat templates take."""
         given = self.content
-        text = given if isinstance(given, str) else "".join(part.text for part in given)
+        text = given if isinstance(given, str) else "\n".join(part.text for part in given)
         return {"role": self.role, "content": text}
 
 
@@ -264,7 +273,6 @@ class ChatRequest(_GenerationFields):
     """The body of /v1/chat/completions.
 
     Attributes:
-      max_completion_tokens: another name of max_tokens.
       logprobs: gives the log-probability of each token.
       top_logprobs: gives with it so many of the most probable ones.
     """
@@ -272,14 +280,11 @@ class ChatRequest(_GenerationFields):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_CHAT_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _fields_that_go_together(self) -> Self:
-        if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         if self.top_logprobs and not self.logprobs:
             alone = f"top_logprobs is {self.top_logprobs} without logprobs"
             raise ValueError(f"{alone}; give logprobs=true with it")

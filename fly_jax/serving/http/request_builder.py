@@ -120,7 +120,8 @@ class RequestBuilder:
         others = {"rule", "protect", "audit", "stream_why"}
         given = request.fly.model_dump(exclude=others, exclude_none=True)
         sampling = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
-        given |= {"temperature": float(own.sampling.temperature)} | sampling
+        usual = own.sampling.temperature or (1.0 if request.fly.rule == "sampled" else 0.0)
+        given |= {"temperature": float(usual)} | sampling
         if given["temperature"] < _GREEDY_BELOW:  # without draws there is nothing to cut
             given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
         elif request.top_k is not None:

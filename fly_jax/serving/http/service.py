@@ -97,7 +97,8 @@ class Service:
         with self._admitted(len(request.prompts) * request.n):
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
             engine, protected = self.engine.engine, self._protected
-            requests = self.builder.requests(request, ids, engine, protected, cache_salt)
+            made = self.builder.requests  # patterns are looked for in the whole vocabulary
+            requests = await asyncio.to_thread(made, request, ids, engine, protected, cache_salt)
             stream = ResponseStream(self, request, style, await self._submitted(requests))
         self._open.add(stream)
         if self.state == "stopped":  # while the prompts were made into tokens

@@ -53,16 +53,11 @@ _TESTS = Path(__file__).parent
 _MOST_MAPS = 50_000  # of 65,530; a file of tests adds some thousand
 # From the longest on: what begins last is short, so that no worker waits for another.
 _SLOW = (
-    "planning/test_compiled_plans.py",
-    "planning/test_no_copies_on_slices.py",
-    "planning/test_no_copies.py",
-    "launch/test_many_processes.py",
-    "docs/test_readme.py",
-    "docs/test_pages.py",
-    "docs/test_notebook.py",
-    "decoding/test_mesh_decoding.py",
+    "planning/test_compiled_plans.py", "planning/test_no_copies_on_slices.py",
+    "planning/test_no_copies.py", "launch/test_many_processes.py", "docs/test_readme.py",
+    "docs/test_pages.py", "docs/test_notebook.py", "decoding/test_mesh_decoding.py",
     "decoding/test_steady_state.py",
-)
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

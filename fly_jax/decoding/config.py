@@ -585,14 +585,9 @@ class RoundSpec:
 
     @classmethod
     def of(
-        cls,
-        config: DecodingConfig,
-        *,
-        num_drafts: int,
-        eos_token_ids: tuple[int, ...] = (),
-        rounds_per_dispatch: int = 1,
-        audits: bool = False,
-    ) -> RoundSpec:
+        cls, config: DecodingConfig, *, num_drafts: int, eos_token_ids: tuple[int, ...] = (),
+        rounds_per_dispatch: int = 1, audits: bool = False,
+    ) -> RoundSpec:  # fmt: skip
         """The rounds that a config describes; FlyJaxError where its values describe none."""
         k, depths = config.num_speculative_tokens, tuple[int, ...]()
         if k == "auto":

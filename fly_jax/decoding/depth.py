@@ -113,14 +113,9 @@ def expected_tokens(
 
 
 def choose_depth(
-    stats: AcceptanceStats,
-    live: RowFlags,
-    depths: tuple[int, ...],
-    strict_tail: Count,
-    left: RowInts,
-    num_behind: Index,
-    rates: DraftFloats | None = None,
-) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
+    stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], strict_tail: Count,
+    left: RowInts, num_behind: Index, rates: DraftFloats | None = None,
+) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:  # fmt: skip
     """Index of the depth that promises most tokens a second, and draft tokens expected of each.
 
     Args:

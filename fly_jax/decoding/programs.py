@@ -431,15 +431,9 @@ def _move(
     keep_unused=True,
 )  # fmt: skip
 def _prefill_chunk(
-    shapes: _Shapes,
-    size: int,
-    attended: int,
-    parameters: Parameters,
-    drafter: Drafter | None,
-    state: DecodeState,
-    start: Index,
-    drafts: Bool[Array, ""] | None,
-) -> DecodeState:
+    shapes: _Shapes, size: int, attended: int, parameters: Parameters, drafter: Drafter | None,
+    state: DecodeState, start: Index, drafts: Bool[Array, ""] | None,
+) -> DecodeState:  # fmt: skip
     """Runs the prompts' next tokens, from `start` on, through the target and what `drafts`."""
     state = state.attending(attended)
     rows = state.tokens.shape[0]
@@ -465,14 +459,9 @@ def _prefill_chunk(
     jax.jit, static_argnames=("shapes", "static", "num_rows"), donate_argnames=("state",)
 )
 def _run(
-    shapes: _Shapes,
-    static: RoundStatic,
-    num_rows: int | None,
-    parameters: Parameters,
-    drafter: Drafter | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
+    shapes: _Shapes, static: RoundStatic, num_rows: int | None, parameters: Parameters,
+    drafter: Drafter | None, state: DecodeState, inputs: RuleInputs,
+) -> tuple[DecodeState, RoundOutput]:  # fmt: skip
     target, layout = shapes.target(parameters), shapes.layout
     if num_rows in (None, len(state.length)):
         state, output = RoundProgram(static, target, drafter, inputs).dispatch(state)

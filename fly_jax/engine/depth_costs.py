@@ -119,14 +119,9 @@ class DepthCosts:
         return found.copy(), each
 
     def measure(
-        self,
-        programs: Programs,
-        state: DecodeState,
-        inputs: RuleInputs,
-        one: DecodeState,
-        lacking: DecodeState | None,
-        rows: int,
-    ) -> DecodeState:
+        self, programs: Programs, state: DecodeState, inputs: RuleInputs, one: DecodeState,
+        lacking: DecodeState | None, rows: int,
+    ) -> DecodeState:  # fmt: skip
         """Times a round of each depth by a program that has been compiled.
 
         The slots of `state`, which is donated, are free; the first `rows` then decode `one`, or

@@ -304,14 +304,25 @@ class Engine:
         return not (self.num_waiting or self.slots.live or self._pending)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
-        """Runs prompts and dispatches rounds; returns what the rounds before have settled."""
-        # 1) Prompts, in chunks: the rows in the slots wait for a round or two.
-        self._run_prompts()
+        """Runs prompts and dispatches rounds; returns what the rounds before have settled.
 
-        # 2) Rounds. They run while those before them are read.
+        If it is interrupted before it waits for those, or fails, all requests are cancelled.
+        """
         follows = bool(self._pending)
-        if self.slots.live and len(self._pending) < 2:  # there are two only after Ctrl-C
-            self._pending.append(self._dispatch(follows=follows))
+        try:
+            # 1) Prompts, in chunks: the rows in the slots wait for a round or two.
+            self._run_prompts()
+
+            # 2) Rounds. They run while those before them are read.
+            if self.slots.live and len(self._pending) < 2:  # there are two only after Ctrl-C
+                self._pending.append(self._dispatch(follows=follows))
+        except BaseException:  # a program may have taken what rows had, and not given it back
+            self.slots.forget()
+            self._state = None
+            group, live = self._prefill.group, self.slots.live
+            for one in (*self.waiting, *(one for one, _ in group), *(one for _, one in live)):
+                self.cancel(one)
+            raise
 
         # 3) Read the rounds before; after the last row nothing else is waited for.
         found = self._read(self._pending[0]) if follows else []

@@ -17,18 +17,11 @@ from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 
 def generate(
-    pair: Pair,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    config: DecodingConfig | None = None,
-    *,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-    seed: int = 0,
-    memory: CorrectionMemory | str | None = None,
-    audits: bool = False,
-    drafter: str | Drafter | None = None,
-    **given: Any,
-) -> list[Generation]:
+    pair: Pair, prompts: Sequence[str] | Sequence[Sequence[int]],
+    config: DecodingConfig | None = None, *, max_new_tokens: int = 128, batch_size: int = 1,
+    seed: int = 0, memory: CorrectionMemory | str | None = None, audits: bool = False,
+    drafter: str | Drafter | None = None, **given: Any,
+) -> list[Generation]:  # fmt: skip
     """Decodes prompts, given as text or as token ids.
 
     A pair that nothing proposes to decodes one token at a time, whatever the rule. FlyJaxError for

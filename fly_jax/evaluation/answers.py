@@ -80,14 +80,9 @@ class Answers:
 
 
 def answer_items(
-    pair: Pair,
-    configs: Mapping[str, DecodingConfig],
-    items: Sequence[Item],
-    requests: Sequence[Request],
-    answers: Answers,
-    *,
-    batch_size: int,
-) -> None:
+    pair: Pair, configs: Mapping[str, DecodingConfig], items: Sequence[Item],
+    requests: Sequence[Request], answers: Answers, *, batch_size: int,
+) -> None:  # fmt: skip
     """Decodes the answers that are missing, in turns, and judges and writes down each."""
     engines: dict[str, tuple[Engine, list[int]]] = {}
     for name, config in configs.items():

@@ -23,15 +23,9 @@ _BATCHES = 4
 
 
 def fill_memory(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    path: Path,
-    *,
-    num_speculative_tokens: int,
-    models: str,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-) -> CorrectionMemory:
+    pair: Pair, prompts: Sequence[Sequence[int]], path: Path, *, num_speculative_tokens: int,
+    models: str, max_new_tokens: int = 128, batch_size: int = 1,
+) -> CorrectionMemory:  # fmt: skip
     """Decodes the prompts exactly and counts the corrections (CSD's initialisation).
 
     The memory is saved now and then and at the end; an interrupted run goes on after the last whole

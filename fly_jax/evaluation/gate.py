@@ -84,15 +84,9 @@ def upper_bound(amounts: np.ndarray, tokens: np.ndarray, *, confidence: float = 
 
 
 def find_gate(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    config: DecodingConfig,
-    bound: Bound,
-    *,
-    window_size: int | None = None,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-) -> Gate:
+    pair: Pair, prompts: Sequence[Sequence[int]], config: DecodingConfig, bound: Bound, *,
+    window_size: int | None = None, max_new_tokens: int = 128, batch_size: int = 1,
+) -> Gate:  # fmt: skip
     """Finds a rule's strictness, and FLy's window, for a bound; FlyJaxError where none meets it.
 
     Every other prompt is to search with, and the rest to check. The prompts to search with are

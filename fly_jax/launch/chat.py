@@ -116,7 +116,7 @@ class Conversation:
         if argument and name != "rule":
             raise FlyJaxError(f"/{name} stands alone, without '{argument}'.")
         if name == "exact":
-            greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+            greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "truncate": None}
             self._decode_with(self._given.replace(rule="exact", **greedy))
         elif name == "rule":
             rule = argument.strip("'\"")

@@ -453,12 +453,31 @@ def _sentence_piece_vocabulary(
     begin = model.bos_id()
     if bos is not None and model.piece_to_id(bos) != model.unk_id():
         begin = model.piece_to_id(bos)
-    # Only here, since it refuses a protobuf that is older than itself.
-    from sentencepiece import sentencepiece_model_pb2 as proto
-
-    pieces = proto.ModelProto.FromString(model.serialized_model_proto()).pieces  # type: ignore[attr-defined]
-    added = [one.piece for one in pieces if one.type == one.USER_DEFINED]
+    added = _user_defined(model.serialized_model_proto())
     return SentencePieceVocabulary(model, begin if adds_bos and begin >= 0 else None, added)
+
+
+def _user_defined(model: bytes) -> list[str]:
+    """The pieces that a serialised model calls user-defined.
+
+    They are read here, since the library's own reader refuses a protobuf older than itself. Field 1
+    of a model is a piece: its text is field 1, and field 3, at its end, is 4 for such a one.
+    """
+
+    def read(data: bytes, at: int) -> tuple[int, bytes, int]:
+        tag, size, shift = data[at], 0, 0
+        while True:
+            at += 1
+            size, shift = size | (data[at] & 0x7F) << shift, shift + 7
+            if data[at] < 0x80:
+                return tag, data[at + 1 : at + 1 + size], at + 1 + size
+
+    found, at = list[str](), 0
+    while at < len(model):
+        tag, part, at = read(model, at)
+        if tag == 0x0A and part.endswith(b"\x18\x04"):
+            found.append(read(part, 0)[1].decode(errors="replace"))
+    return found
 
 
 @functools.cache

@@ -39,14 +39,9 @@ class Work:
 
 
 def pass_work(
-    layout: Layout,
-    config: LlamaConfig,
-    workload: Workload,
-    tokens: int,
-    *,
-    logits: bool = True,
+    layout: Layout, config: LlamaConfig, workload: Workload, tokens: int, *, logits: bool = True,
     vector_memory: float = math.inf,
-) -> Work:
+) -> Work:  # fmt: skip
     """The work of one pass of a model over `tokens` new tokens of every row.
 
     Operations are the products' multiplications and additions. Bytes are every parameter once (of

@@ -46,7 +46,9 @@ _TEACHER = flags.DEFINE_string("teacher", None, "the model that answers")
 _PROMPTS = flags.DEFINE_string("prompts_file", None, "JSON lines with what is learned from")
 _HELD_OUT = flags.DEFINE_string("held_out", None, "Spec-Bench's question.jsonl")
 _DIRECTORY = flags.DEFINE_string("directory", "runs/curve", "where everything goes")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "of the teacher")
+_DTYPE = flags.DEFINE_string(
+    "dtype", "bfloat16", "of the teacher; float32 has products of bfloat16"
+)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "of an answer")
 _SLOTS = flags.DEFINE_integer("batch_size", 1024, "answers at a time; 128 on a CPU")
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 131072, "of a pass; 16384 on a CPU")
@@ -60,8 +62,6 @@ _LAYERS = flags.DEFINE_integer("num_layers", 2, "of a PARD drafter or a DSpark h
 # Prompts are padded to these, so that few programs are compiled; longer ones are left out.
 _WIDTHS = 64, 128, 256, 512, 1024, 2048
 _KNOWN, _MOST_HELD_OUT = 8191, 48
-# Prompts that are sorted by their lengths and answered before those behind them.
-_GROUP = 2048
 
 
 def _prompts() -> tuple[list[Prompt], int]:
@@ -128,7 +128,7 @@ def _answer() -> None:
         file.seek(0)
     done = {json.loads(line)["index"] for file in files for line in file}
     batches: list[tuple[list[int], int, int]] = []
-    starts = [0, *range(held_out, len(ids), _GROUP), len(ids)]
+    starts = [0, *range(held_out, len(ids), 16 * _SLOTS.value), len(ids)]
     for numbers in itertools.starmap(range, itertools.pairwise(starts)):
         for low, width in itertools.pairwise((0, *_WIDTHS)):
             some = [one for one in numbers if one not in done and low < len(ids[one]) <= width]

@@ -129,11 +129,9 @@ class Echo(fly_jax.Drafter):
 
 
 def test_a_foreign_drafter_is_lossless_and_given_the_targets_hidden_states(
-    tiny_pair: Folders,
-    alone: Pair,
-    monkeypatch: Patch,
+    tiny_pair: Folders, alone: Pair, monkeypatch: Patch,
     dispatches: list[tuple[DecodeState, DecodeState]],
-) -> None:
+) -> None:  # fmt: skip
     """Those of prompts, of all pieces, and of each block."""
     monkeypatch.setattr(chain, "_BUILDS", {**chain._BUILDS})
     monkeypatch.setattr(engine, "OFFLINE_TOKENS", 16)

@@ -14,6 +14,7 @@ from random_pairs import batch_engine, forget_programs, greedy, logits_after, un
 from refusals import assert_refused
 
 from fly_jax import CorrectionMemory, Csd, Engine, Lookup, Request, RequestState, Sampling
+from fly_jax.decoding.programs import Programs
 from fly_jax.verification.rules import Exact, Why
 
 
@@ -290,6 +291,26 @@ def test_ctrl_c_while_rounds_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
             interruptions += 1
     assert interruptions == 3
     check_alone(kind, states)
+
+
+@pytest.mark.parametrize("name", ["begin", "prefill_chunk", "insert", "run"])
+def test_ctrl_c_while_a_program_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests are cancelled, and the next ones find nothing that they could rely on."""
+    kind, does, calls = KINDS["rules and sampling"], getattr(Programs, name), itertools.count()
+    engine = engine_for(kind)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return does(*given, **named)
+
+    monkeypatch.setattr(Programs, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finished(engine, requests(kind, 9, seed=3))
+    assert engine.is_idle
+    states = finished(engine, requests(kind, 9, seed=3))
+    check_alone(kind, states)
+    assert engine.slots.num_free == len(engine.slots.occupants)
 
 
 def test_nothing_is_shared_with_what_is_lost() -> None:

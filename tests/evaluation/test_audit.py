@@ -95,11 +95,9 @@ def test_classes() -> None:
 
 def test_final_answers() -> None:
     answers = {
-        "So 3 + 4 = 7.\nAnswer: 1,234": "1234",
-        "It is -2.5.": "-2.5",
-        "1,2,3": "3",
+        "So 3 + 4 = 7.\nAnswer: 1,234": "1234", "It is -2.5.": "-2.5", "1,2,3": "3",
         "$18,000.00": "18000",
-    }
+    }  # fmt: skip
     answers |= {"one\n two \n\n": "two", "": ""}
     assert {text: audit_file.final_answer(text) for text in answers} == answers
 

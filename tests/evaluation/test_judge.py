@@ -19,11 +19,9 @@ _PASS = {
     "has a main": _RIGHT + "if __name__ == '__main__':\n    input()\n",
 }
 _DO_NOT_PASS = {
-    "wrong": "def double(x):\n    return x\n",
-    "no Python": "def double(x)\n",
+    "wrong": "def double(x):\n    return x\n", "no Python": "def double(x)\n",
     "exits": "import sys; sys.exit(0)\n" + _RIGHT,
-    "exits at once": "import os; os._exit(0)\n" + _RIGHT,
-    "raises": "raise SystemExit\n" + _RIGHT,
+    "exits at once": "import os; os._exit(0)\n" + _RIGHT, "raises": "raise SystemExit\n" + _RIGHT,
     "memory": "x = 'x' * (3 << 30)\n" + _RIGHT,
     "forks": "import os\nwhile True:\n    os.fork()\n" + _RIGHT,
     "starts": "import subprocess; subprocess.run(['true'])\n" + _RIGHT,
@@ -33,7 +31,7 @@ _DO_NOT_PASS = {
     "kills": "import os; os.kill(os.getppid(), 9)\n" + _RIGHT,
     "fills the disk": "open('big', 'wb').write(bytes(17 << 20))\n" + _RIGHT,
     "asks": "input()\n" + _RIGHT,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "hook"])

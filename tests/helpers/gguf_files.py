@@ -54,14 +54,9 @@ def ends(writer: gguf.GGUFWriter) -> None:
 
 
 def write(
-    path: Path,
-    tensors: dict[str, np.ndarray],
-    kind: str = "F32",
-    *,
-    config: LlamaConfig = CONFIG,
-    architecture: str = "llama",
-    tokenizer: Put | None = None,
-) -> Path:
+    path: Path, tensors: dict[str, np.ndarray], kind: str = "F32", *, config: LlamaConfig = CONFIG,
+    architecture: str = "llama", tokenizer: Put | None = None,
+) -> Path:  # fmt: skip
     """A file of these tensors, matrices in the type of that name."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
@@ -111,13 +106,9 @@ def write_sized(
 
 
 def byte_level_writer(
-    made: tokenizers.Tokenizer,
-    pre: str,
-    *,
-    adds_bos: bool | None,
-    padding: int = 0,
+    made: tokenizers.Tokenizer, pre: str, *, adds_bos: bool | None, padding: int = 0,
     renamed: dict[str, str] | None = None,
-) -> Put:
+) -> Put:  # fmt: skip
     """What puts a byte-level tokenizer into a file, cut as `pre` says."""
 
     def put(writer: gguf.GGUFWriter) -> None:

@@ -105,13 +105,9 @@ CHECKS = ["REFUSED_GATE", "REFUSED_MEMORY", "REFUSED_BUDGET", "REFUSED_WINDOW", 
 
 
 def loosened_row(
-    accepted: list[bool],
-    never: list[bool],
-    num_drafted: int,
-    alternatives: list[Alternative],
-    regret: list[float],
-    budget: float = math.inf,
-) -> tuple[Row, float]:
+    accepted: list[bool], never: list[bool], num_drafted: int, alternatives: list[Alternative],
+    regret: list[float], budget: float = math.inf,
+) -> tuple[Row, float]:  # fmt: skip
     """A loosened rule that spends as it walks over the draft; the row, and what it spent."""
     spent, num_rescued = 0.0, 0
 
@@ -145,14 +141,9 @@ def loosened_row(
 
 
 def fly_row(
-    accepted: list[bool],
-    entropy: list[float],
-    never: list[bool],
-    num_drafted: int,
-    threshold: float,
-    window_size: int,
-    reference: bool = False,
-) -> Row:
+    accepted: list[bool], entropy: list[float], never: list[bool], num_drafted: int,
+    threshold: float, window_size: int, reference: bool = False,
+) -> Row:  # fmt: skip
     """`Fly`; `never` bars a position from rescue."""
     gate = [threshold <= 0.01 or one >= threshold for one in entropy]
     window = (window_size, "reference" if reference else "paper")

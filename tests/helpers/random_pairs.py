@@ -40,15 +40,11 @@ def rounds(k: int, rule: Rule = EXACT, sampling: Sampling | None = None, **given
 
 # The rounds that most of them decode with; the numbers of a rule and of a sampling are data.
 SPECS = {
-    "autoregressive": rounds(0),
-    "exact": rounds(5),
-    "fly": rounds(5, Fly(0.4, 2)),
-    "fly, lookup": rounds(5, Fly(0.4, 2), lookup=Lookup()),
-    "lookup": rounds(5, lookup=Lookup()),
-    "sampled": rounds(5, sampling=Sampling(0.7, top_p=0.9)),
-    "depths": rounds(5, depths=(2, 3, 5)),
+    "autoregressive": rounds(0), "exact": rounds(5), "fly": rounds(5, Fly(0.4, 2)),
+    "fly, lookup": rounds(5, Fly(0.4, 2), lookup=Lookup()), "lookup": rounds(5, lookup=Lookup()),
+    "sampled": rounds(5, sampling=Sampling(0.7, top_p=0.9)), "depths": rounds(5, depths=(2, 3, 5)),
     "deferred": rounds(2, Fly(0.2, 2), deferred_window=2, rounds_per_dispatch=2, audits=True),
-}
+}  # fmt: skip
 # Of different lengths, for tests that need no others.
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
 # Noise of the draft's weights, relative to their own: agreement falls from all to chance.

@@ -29,15 +29,10 @@ def write_sentencepiece(path: Path, texts: Iterable[str] = WORDS, **settings: An
     """A model with byte fallback; where no settings are given, one like Llama 2's."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=model,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
+        sentence_iterator=iter(texts), model_writer=model, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
         **(settings or LLAMA2),
-    )
+    )  # fmt: skip
     path.write_bytes(model.getvalue())
 
 

@@ -68,11 +68,9 @@ def metadata(temperature: float | None) -> TPUSupportedSamplingMetadata:
     if temperature is None:
         return TPUSupportedSamplingMetadata(do_sampling=False)
     return TPUSupportedSamplingMetadata(
-        temperature=np.full(ROWS, temperature, np.float32),
-        top_k=np.full(ROWS, 5, np.int32),
-        top_p=np.full(ROWS, 0.9, np.float32),
-        do_sampling=True,
-    )
+        temperature=np.full(ROWS, temperature, np.float32), top_k=np.full(ROWS, 5, np.int32),
+        top_p=np.full(ROWS, 0.9, np.float32), do_sampling=True,
+    )  # fmt: skip
 
 
 def called(
@@ -170,17 +168,11 @@ def made(ranks: int, lookup: Lookup | None, monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     whole = NamedSharding(devices, PartitionSpec())
     runner = SimpleNamespace(
-        mesh=devices,
-        max_num_tokens=2 * SIZE,
-        max_num_reqs=ranks * SLOTS,
-        max_model_len=LIMIT,
-        max_num_blocks_per_req=LIMIT // SIZE,
-        dp_size=ranks,
-        num_tokens_paddings=[ranks * SIZE],
-        attn_num_reqs_paddings=[ranks * SLOTS],
-        layer_name_to_kvcache_index={"draft_layer.0": 1},
+        mesh=devices, max_num_tokens=2 * SIZE, max_num_reqs=ranks * SLOTS, max_model_len=LIMIT,
+        max_num_blocks_per_req=LIMIT // SIZE, dp_size=ranks, num_tokens_paddings=[ranks * SIZE],
+        attn_num_reqs_paddings=[ranks * SLOTS], layer_name_to_kvcache_index={"draft_layer.0": 1},
         kv_caches=jax.device_put([np.zeros(2), np.zeros(3)], whole),
-    )
+    )  # fmt: skip
     one = DraftModelProposer(config, runner, lookup)
     one.load_model(None)
     return one

@@ -162,18 +162,14 @@ def begun(models: list[str], tmp_path: Path) -> dict[str, list[str]]:
     serving = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--port=0"]
     gate = [f"--prompts_file={tmp_path / 'prompts.txt'}", f"--gate={tmp_path / 'found.toml'}"]
     return {
-        "flags": [],
-        "chat": ["chat", *models],
-        "train": ["train", models[0].replace("target", "teacher", 1), gate[0]],
-        "generate": models,
-        "generate x": [*models, "--prompt=x"],
-        "plan": ["plan"],
+        "flags": [], "chat": ["chat", *models],
+        "train": ["train", models[0].replace("target", "teacher", 1), gate[0]], "generate": models,
+        "generate x": [*models, "--prompt=x"], "plan": ["plan"],
         "plan 70b": ["plan", "--chip=h200", "--mesh=8", "--target=llama-3.1-70b"],
         "evaluate": ["evaluate", *models, f"--output={tmp_path / 'out'}"],
-        "bench": ["bench", *models],
-        "serve": ["serve", *models, *serving, "--prefill_chunk=32"],
+        "bench": ["bench", *models], "serve": ["serve", *models, *serving, "--prefill_chunk=32"],
         "gate": ["calibrate", *models, *gate, "--num_speculative_tokens=6"],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [(kind, *row) for kind, rows in REFUSED.items() for row in rows])

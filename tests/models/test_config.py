@@ -164,7 +164,7 @@ def test_tensors_beyond_the_family(tmp_path: Path) -> None:
         more["lm_head.weight"] * 2
     )  # as a merged adapter of a tied model has it
     folder = altered(GOLDEN / "llama32", tmp_path, {}, more)
-    assert_refused("lm_head.weight other than the embedding", open_weights, folder)
+    assert_refused("lm_head.weight other than the embedding", load_llama, folder)
 
 
 def test_other_layers_than_the_configuration_has(tmp_path: Path) -> None:

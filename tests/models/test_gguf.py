@@ -146,11 +146,9 @@ def test_text_is_cut_as_its_makers_cut_it(sized: Sized, pre: str) -> None:
 
 
 DAMAGE: dict[str, tuple[object, str]] = {
-    "merges": (["a b c"], "is damaged"),
-    "token_type": ([1, 1], "is damaged"),
-    "padding_token_id": (9999, "9999"),
-    "pre": ("viking", "pre-tokenizer 'viking'"),
-}
+    "merges": (["a b c"], "is damaged"), "token_type": ([1, 1], "is damaged"),
+    "padding_token_id": (9999, "9999"), "pre": ("viking", "pre-tokenizer 'viking'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", DAMAGE)

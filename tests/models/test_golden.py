@@ -37,17 +37,12 @@ from fly_jax.models.quantise import SELF_DRAFTS, quantised
 
 # What makes a kind another model than the ones before it: without it the logits are wrong.
 KINDS: dict[str, dict[str, object]] = {
-    "llama2": {"rope_theta": 20_000.0},
-    "llama3": {"rope_theta": 10_000.0},
-    "llama31": {"rope_scaling": None},
-    "llama32": {"rope_scaling": None},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"attention_biases": False},
-    "qwen2_windows": {"windowed_layers": (0, 1, 2)},
-    "qwen3": {"head_norms": False},
-    "smollm3": {"unrotated_layers": ()},
-    "qwen3_yarn": {"rope_scaling": None},
-}
+    "llama2": {"rope_theta": 20_000.0}, "llama3": {"rope_theta": 10_000.0},
+    "llama31": {"rope_scaling": None}, "llama32": {"rope_scaling": None},
+    "mistral": {"sliding_window": None}, "qwen2": {"attention_biases": False},
+    "qwen2_windows": {"windowed_layers": (0, 1, 2)}, "qwen3": {"head_norms": False},
+    "smollm3": {"unrotated_layers": ()}, "qwen3_yarn": {"rope_scaling": None},
+}  # fmt: skip
 TOLERANCE = 1e-4
 
 

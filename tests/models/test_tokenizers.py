@@ -76,12 +76,10 @@ def test_a_stream_keeps_half_a_character_back_and_a_first_space(tokenizer: Token
 
 # Mistral 7B v0.1 and v0.2 have one like Llama 2's.
 CLASSES = [
-    *((maker, "PreTrainedTokenizerFast") for maker in MAKERS),
-    ("Llama 2", "LlamaTokenizer"),
-    ("Mistral 7B v0.3", "LlamaTokenizer"),
-    ("SmolLM2", "GPT2Tokenizer"),
+    *((maker, "PreTrainedTokenizerFast") for maker in MAKERS), ("Llama 2", "LlamaTokenizer"),
+    ("Mistral 7B v0.3", "LlamaTokenizer"), ("SmolLM2", "GPT2Tokenizer"),
     ("Qwen 2.5 and 3", "Qwen2Tokenizer"),
-]
+]  # fmt: skip
 
 
 def turns(*contents: str) -> list[dict[str, str]]:

@@ -28,19 +28,15 @@ _FLY = Fly(window_size=2)
 _WHOLE = Budget(_FLY | Margin() | Csd(), 20.0)  # all that a rule may ask for
 _LEVEL = _rounds(_FLY, level_speculative_tokens=(3,))
 KINDS = {
-    "autoregressive": _rounds(Exact(), 0),
-    "exact": _rounds(Exact()),
-    "fly": _rounds(_FLY),
+    "autoregressive": _rounds(Exact(), 0), "exact": _rounds(Exact()), "fly": _rounds(_FLY),
     "rules": _rounds(_WHOLE, reports_mismatches=True, audits=True),
     "sampled": _rounds(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9)),
     "lookup": _rounds(_FLY, lookup=Lookup(num_earlier_tokens=4096)),
-    "levels": _LEVEL.with_static(lookup=Lookup()),
-    "head below": _LEVEL,
+    "levels": _LEVEL.with_static(lookup=Lookup()), "head below": _LEVEL,
     "auto": _rounds(_FLY, depths=(0, 5)),
     "auto, lookup": _rounds(Exact(), lookup=Lookup(), depths=(0, 5)),
-    "defer": _rounds(_FLY, deferred_window=2),
-    "served": _rounds(_FLY),
-}
+    "defer": _rounds(_FLY, deferred_window=2), "served": _rounds(_FLY),
+}  # fmt: skip
 # Each row has a rule of its own, and some are drawn.
 SERVED = {"served": {"rules": (Margin(), Budget(_FLY, 20.0)), "offline": False}}
 

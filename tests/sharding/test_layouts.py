@@ -122,13 +122,10 @@ def test_a_layout_is_static_under_jit() -> None:
 
 
 READABLE = {
-    "8x8": (("x", 8), ("y", 8)),
-    "1x1": (("x", 1), ("y", 1)),
-    "8": (("x", 8),),
+    "8x8": (("x", 8), ("y", 8)), "1x1": (("x", 1), ("y", 1)), "8": (("x", 8),),
     **dict.fromkeys(("2x8x8", "data=2,x=8,y=8"), (("data", 2), ("x", 8), ("y", 8))),
-    "data=2, x=4": (("data", 2), ("x", 4)),
-    "y=16": (("y", 16),),
-}
+    "data=2, x=4": (("data", 2), ("x", 4)), "y=16": (("y", 16),),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", READABLE)

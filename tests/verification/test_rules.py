@@ -42,15 +42,13 @@ def seen(accepted: np.ndarray, entropy: np.ndarray | float = UNDECIDED) -> Targe
     shape = accepted.shape[0], accepted.shape[1] + 1
     entropy = np.broadcast_to(np.float32(entropy), accepted.shape)
     return TargetEvidence(
-        argmax=jnp.full(shape, 1, jnp.int32),
-        argmax_logit=jnp.zeros(shape),
-        draft_logit=jnp.full(shape, -1.0),
-        log_sum_exp=jnp.zeros(shape),
+        argmax=jnp.full(shape, 1, jnp.int32), argmax_logit=jnp.zeros(shape),
+        draft_logit=jnp.full(shape, -1.0), log_sum_exp=jnp.zeros(shape),
         entropy=jnp.asarray(np.pad(entropy, ((0, 0), (0, 1)))),
         draft_log_prob=jnp.full(shape, -1.0),
         accepted=jnp.asarray(np.pad(accepted, ((0, 0), (0, 1)))),
         replacement=jnp.broadcast_to(jnp.arange(100, 100 + shape[1], dtype=jnp.int32), shape),
-    )
+    )  # fmt: skip
 
 
 def whys(result: Verdict, row: int = 0) -> list[str]:
@@ -183,16 +181,14 @@ class Case:
         single = functools.partial(np.asarray, dtype=np.float32)
         self.seen = TargetEvidence(
             argmax=rng.integers(VOCAB, size=shape).astype(np.int32),
-            argmax_logit=single(argmax_logit),
-            draft_logit=single(draft_logit),
+            argmax_logit=single(argmax_logit), draft_logit=single(draft_logit),
             log_sum_exp=single(log_sum_exp),
             entropy=single(rng.choice([0.0, 0.005, 0.1, 0.5], shape)),
-            draft_log_prob=single(draft_logit - log_sum_exp),
-            accepted=accepted,
+            draft_log_prob=single(draft_logit - log_sum_exp), accepted=accepted,
             replacement=rng.integers(VOCAB, size=shape).astype(np.int32),
             full_entropy=single(rng.integers(0, 200, shape) / 64),
             scaled_uniform=single(np.where(rng.random((ROWS, 1)) < 0.3, -1, rng.random(shape))),
-        )
+        )  # fmt: skip
         # The same tokens for all rows, or others for each.
         self.protected = rng.random(VOCAB if num_draft == 9 else (ROWS, VOCAB)) < 0.15
         self.budget = single(rng.choice([0, 0.125, 1.5, 4, 100], ROWS))
@@ -280,13 +276,10 @@ def test_rules_are_the_oracles(name: str, seed: int) -> None:
                 for joined, windows in clauses
             ]
             expected, spent = oracle.loosened_row(
-                case.seen.accepted[row, :-1].tolist(),
-                (never[row] | (not clauses)).tolist(),
-                int(case.num_drafted[row]),
-                alternatives,
-                case.gap[row].tolist(),
+                case.seen.accepted[row, :-1].tolist(), (never[row] | (not clauses)).tolist(),
+                int(case.num_drafted[row]), alternatives, case.gap[row].tolist(),
                 float(case.budget[row]) if is_limited else math.inf,
-            )
+            )  # fmt: skip
             assert row_of(result, row) == expected
             assert result.next_token[row] == case.seen.replacement[row, expected.num_accepted]
             if is_limited:

@@ -147,20 +147,11 @@ def test_nothing_runs_on_the_device_to_make_a_rule(compilations: Callable[[], li
 
 # What the rows of a mixed batch ask for.
 POOL: list[Rule] = [
-    Exact(),
-    Fly(window_size=1),
-    Fly(0.0, window_size=2),
-    Margin(gap=0.5),
-    Fly(0.6, window_size=1) | Csd(0.02),
-    Lossy(0.2) | Lossy(0.1) & Margin(gap=1.0),
-    Typical(),
-    Lenience(0.3),
-    Csd(0.05, memory=False),
-    Csd(1e-6),
-    Budget(Margin(gap=3.0), 1.0),
-    Budget(Fly(0.1, window_size=0), 0.2),
-    Budget(Lenience(0.2), 0.7),
-]
+    Exact(), Fly(window_size=1), Fly(0.0, window_size=2), Margin(gap=0.5),
+    Fly(0.6, window_size=1) | Csd(0.02), Lossy(0.2) | Lossy(0.1) & Margin(gap=1.0), Typical(),
+    Lenience(0.3), Csd(0.05, memory=False), Csd(1e-6), Budget(Margin(gap=3.0), 1.0),
+    Budget(Fly(0.1, window_size=0), 0.2), Budget(Lenience(0.2), 0.7),
+]  # fmt: skip
 SAMPLINGS = [None, Sampling(0.4), Sampling(1.0, 4, 0.9), Sampling(1.3, 0, 0.8)]
 
 
@@ -298,15 +289,10 @@ def test_rebuilding_a_rule_checks_nothing() -> None:
 # Of what is cut to a support.
 MANY, PLACES, WORDS = SHAPE = 8, 3, 16
 SUPPORTS: dict[str, Loose] = {
-    "fly": Fly(0.3, 0),
-    "fly, full entropy": Fly(0.3, 0, "normalized"),
-    "margin": Margin(1.0),
-    "lossy": Lossy(0.1),
-    "lenience": Lenience(0.2),
-    "typical": Typical(0.2, 0.5),
-    "both": Fly(0.3, 0) & Margin(2.0),
-    "either": Lossy(0.2) | Margin(0.5),
-}
+    "fly": Fly(0.3, 0), "fly, full entropy": Fly(0.3, 0, "normalized"), "margin": Margin(1.0),
+    "lossy": Lossy(0.1), "lenience": Lenience(0.2), "typical": Typical(0.2, 0.5),
+    "both": Fly(0.3, 0) & Margin(2.0), "either": Lossy(0.2) | Margin(0.5),
+}  # fmt: skip
 PROTECTED = np.arange(WORDS) % 5 == 3
 
 

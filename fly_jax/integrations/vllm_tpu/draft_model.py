@@ -132,16 +132,11 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             self._texts.begin(rows, requests)
 
     def prepare_inputs(
-        self,
-        attn_metadata: Any,
-        input_ids: Int[Array, " tokens"],
-        aux_hidden_states: Any,
+        self, attn_metadata: Any, input_ids: Int[Array, " tokens"], aux_hidden_states: Any,
         last_sampled_token_id: Int[Array, " requests"],
-        next_prompt_token_id: Int[Array, " requests"],
-        is_in_prefill: Int[Array, " requests"],
-        num_rejected_tokens: Int[Array, " requests"],
-        num_reqs_dp: Int[Array, " ranks"],
-    ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], Any]:
+        next_prompt_token_id: Int[Array, " requests"], is_in_prefill: Int[Array, " requests"],
+        num_rejected_tokens: Int[Array, " requests"], num_reqs_dp: Int[Array, " ranks"],
+    ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], Any]:  # fmt: skip
         """Prepares inputs as its base does, without hidden states, and one more token of each."""
         step = draft_inputs.TargetStep(
             input_ids, attn_metadata.input_positions, attn_metadata.query_start_loc,
@@ -177,15 +172,10 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return kv_caches, drafted.tokens
 
     def _draft(
-        self,
-        caches: Caches,
-        texts: Int32[Array, "slots capacity"] | None,
-        slots: Int32[Array, " requests"] | None,
-        leaves: Any,
-        tokens: Int[Array, " more"],
-        metadata: Any,
-        last: Int[Array, " requests"],
-    ) -> Drafted:
+        self, caches: Caches, texts: Int32[Array, "slots capacity"] | None,
+        slots: Int32[Array, " requests"] | None, leaves: Any, tokens: Int[Array, " more"],
+        metadata: Any, last: Int[Array, " requests"],
+    ) -> Drafted:  # fmt: skip
         """Runs all passes of a step over a `Context`; without a lookup there are no texts."""
         # 1) The new tokens of each request, whose last one gives the first draft token.
         caches, hidden = self._passed(caches, leaves, tokens, metadata)

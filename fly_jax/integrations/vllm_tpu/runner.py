@@ -83,14 +83,9 @@ class LoosenedSampler(RejectionSampler):
     """
 
     def __init__(
-        self,
-        mesh: jax.sharding.Mesh,
-        rows: RowRules,
-        *,
-        max_drafted: int,
-        protected: Bool[np.ndarray, " vocab"],
-        memory: Int32[np.ndarray, "pairs 2"] | None,
-    ) -> None:
+        self, mesh: jax.sharding.Mesh, rows: RowRules, *, max_drafted: int,
+        protected: Bool[np.ndarray, " vocab"], memory: Int32[np.ndarray, "pairs 2"] | None,
+    ) -> None:  # fmt: skip
         super().__init__(mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
         self.num_rescued: Int32[Array, ""] | None = None  # of the last step, on the device

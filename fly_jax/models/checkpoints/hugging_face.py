@@ -191,12 +191,6 @@ class HuggingFaceSource:
     def _check_rest(self, needed: Container[str]) -> None:
         """Raises FlyJaxError for tensors that would change the text and are no parameters."""
         is_head = self.config.head is not None
-        table, own = (self._stored.get(_OUTER[one]) for one in ("embedding", "unembedding"))
-        if self.config.tied_embeddings and table and own and not own.equals(table):
-            raise FlyJaxError(
-                f"{own.file} has an lm_head.weight other than the embedding, and config.json ties "
-                "them; set tie_word_embeddings to false in config.json."
-            )
         for name, tensor in self._stored.items():
             of_others = _BESIDE_HEAD.fullmatch(name) if is_head else not name.startswith("model.")
             is_known = name in needed or of_others or _WITHOUT_EFFECT.search(name)
@@ -215,6 +209,13 @@ class HuggingFaceSource:
             rows = self._rows_of_head()
             sharding = row_sharding(layout, specs["token_rows"], len(rows))
             return {"token_rows": jax.device_put(rows, sharding)}
+        table, own = (self._stored.get(_OUTER[one]) for one in ("embedding", "unembedding"))
+        is_tied = "embedding" in specs and self.config.tied_embeddings
+        if is_tied and table and own and not own.equals(table):
+            raise FlyJaxError(
+                f"{own.file} has an lm_head.weight other than the embedding, and config.json ties "
+                "them; set tie_word_embeddings to false in config.json."
+            )
         files: dict[Path, dict[str, jax.ShapeDtypeStruct]] = {}
         names = {name: self._tensors(group, name, spec) for name, spec in specs.items()}
         for name, tensors in names.items():
@@ -349,7 +350,10 @@ class StoredTensor:
 
     def equals(self, other: StoredTensor) -> bool:
         """Tells whether another tensor has the same bytes."""
-        return np.array_equal(self._bytes(), other._bytes())
+        one, two = self._bytes(), other._bytes()
+        parts = range(0, max(len(one), len(two)), READ_BUFFER_BYTES)
+        ends = (slice(at, at + READ_BUFFER_BYTES) for at in parts)
+        return all(np.array_equal(one[some], two[some]) for some in ends)
 
     def _bytes(self) -> np.ndarray:
         with self.file.open("rb") as stream:

@@ -222,14 +222,9 @@ def _check_rows(rows: Int[Array, " vocab"], config: LlamaConfig, where: str) -> 
 
 
 def read_group(
-    source: Source,
-    group: Group,
-    config: LlamaConfig,
-    *,
-    layout: Layout | None,
-    dtype: jnp.dtype,
+    source: Source, group: Group, config: LlamaConfig, *, layout: Layout | None, dtype: jnp.dtype,
     int8: bool,
-) -> dict[str, Array]:
+) -> dict[str, Array]:  # fmt: skip
     """Reads the parameters of a group, as `Llama` takes them but without the axis `layers`.
 
     The config is the source's, or has a smaller vocabulary; `dtype` is of those without a type of

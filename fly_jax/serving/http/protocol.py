@@ -328,15 +328,9 @@ class ApiError(Exception):
     """A reply that is not a success: its HTTP status and headers, and an `ErrorDetail`."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+        self, status: int, message: str, *, type: str = "invalid_request_error",
+        param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         if len(message) > _LONGEST_ERROR:
             message = f"{message[: _LONGEST_ERROR - 2]} …"
         super().__init__(message)

@@ -73,14 +73,9 @@ def address(listening: socket.socket) -> str:
 
 
 async def serve(
-    service: Service,
-    listening: socket.socket,
-    *,
-    grace_period: float,
-    stop: asyncio.Event,
-    say: Callable[[str], None],
-    on_progress: Callable[[int, int], None],
-) -> None:
+    service: Service, listening: socket.socket, *, grace_period: float, stop: asyncio.Event,
+    say: Callable[[str], None], on_progress: Callable[[int, int], None],
+) -> None:  # fmt: skip
     """Serves requests until `stop` is set and those that are going are done.
 
     Raises FlyJaxError if the address has been taken meanwhile, and ServerFailed if the engine or

@@ -61,7 +61,9 @@ class Answers:
             if differs:
                 raise FlyJaxError(f"{path} is of another run: {differs[0]}; give another --output.")
         if cut or not end:
-            path.write_bytes(whole + end or first.encode() + b"\n")
+            with path.open("ab") as file:  # at whose end it writes
+                file.truncate(len(whole + end))
+                file.write(b"" if end else first.encode() + b"\n")
 
     def check_prompts(self, prompts: Mapping[tuple[str, str], str]) -> None:
         """Raises FlyJaxError for an answer to another prompt than an item now has."""
@@ -87,6 +89,9 @@ def answer_items(
     engines: dict[str, tuple[Engine, list[int]]] = {}
     for name, config in configs.items():
         missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
+        looks_back = config.lookup.num_earlier_tokens and config.rule != "exact"
+        if missing and (looks_back or config.to_rule().uses_memory):  # its answers build on others
+            missing = list(range(len(items)))
         if missing:
             wanted = [requests[at] for at in missing]
             alone = replace(pair, target=pair.drafts[0], drafts=()) if name == DRAFT else pair

@@ -181,7 +181,7 @@ def compare(
         )  # fmt: skip
         engine.warm_up_for(engine.requests(ids, max_new_tokens))
         engine.forget()
-        return _Measured(engine)
+        return _Measured(engine, engine.memory)
 
     by_name = {name: measured(pair, config) for name, config in configs.items()}
     without_models: dict[int, _Measured] = {}
@@ -233,6 +233,7 @@ class _Measured:
     """A rule's requests in each turn, and the seconds of each group of prompts."""
 
     engine: Engine
+    memory: CorrectionMemory | None  # that each turn begins with
     done: list[list[RequestState]] = dataclasses.field(default_factory=list)
     seconds: list[list[float]] = dataclasses.field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -251,8 +252,11 @@ class _Measured:
             self.seconds.append([])
             if engine.earlier is not None:
                 engine.earlier.clear()
+            engine.memory = None if self.memory is None else self.memory.copy()
+        requests = engine.requests(group, limit, seed=seed)
+        engine.warm_up_for(requests)  # prompts of a group may share other beginnings than of all
         start, before = time.perf_counter(), engine.prefill_seconds
-        done = engine.answer(engine.requests(group, limit, seed=seed))
+        done = engine.answer(requests)
         prefilling = engine.prefill_seconds - before
         self.seconds[turn].append(time.perf_counter() - start - prefilling)
         self.prefill_seconds += prefilling

@@ -65,7 +65,9 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 if "error" in chunk:
                     raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}; try again.")
                 given = [{**one, **one.get("delta", {})} for one in chunk["choices"]]
-                if text := "".join(one.get("text") or one.get("content") or "" for one in given):
+                # What a model that reasons thinks is counted in the usage too.
+                names = "text", "content", "reasoning_content", "reasoning"
+                if text := "".join(one.get(name) or "" for one in given for name in names):
                     now = time.perf_counter()
                     if reply.text:
                         reply.itl.append(now - last)

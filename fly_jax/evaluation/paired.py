@@ -72,5 +72,5 @@ def _tango(lost: float, gained: float, limit: float) -> float:
     """
     b = -lost - gained + (2 - gained + lost) * -limit
     c = lost * limit * (1 + limit)
-    share = (math.sqrt(b * b - 8 * c) - b) / 4
+    share = (math.sqrt(max(b * b - 8 * c, 0.0)) - b) / 4
     return (gained - lost + limit) / math.sqrt(2 * share - limit * (1 + limit))

@@ -74,8 +74,8 @@ def _passes_mbpp(record: Record, text: str) -> bool:
 
 def _is_right_gsm8k(record: Record, text: str) -> bool:
     """Compares the number behind the last ####, or else the last one."""
-    marked = text.rpartition("####")[2] if "####" in text else ""
-    said = _NUMBER.findall(marked)[:1] or _NUMBER.findall(text)[-1:]
+    marked = re.findall(r"####[^\w\n.-]*(-?\$?\d\S*)", text)[-1:]
+    said = _NUMBER.findall("".join(marked))[:1] or _NUMBER.findall(text)[-1:]
     asked = _NUMBER.findall(record["answer"].rpartition("####")[2])[:1]
     return bool(said) and [_value(one) for one in said] == [_value(one) for one in asked]
 
@@ -121,7 +121,7 @@ TASKS = {
             f"{_tests(one)}\n```\n\nAnswer with one block of code."
         ),
         begin=lambda one: f'"""\n{one["text"]}\n\n{_tests(one)}\n"""\n',
-        stops=('\n"""', *_STATEMENTS[2:]),
+        stops=('\n"""', *_STATEMENTS[3:]),
         is_right=_passes_mbpp,
         runs_code=True,
     ),

@@ -93,6 +93,8 @@ def _run(values: _BenchFlags) -> None:
     ids, own = zip(*((inputs.ids[index], categories[index]) for index in kept), strict=True)
     more = {name: getattr(values, name) for name in ("seed", "draft_share")}
     found = compare(pair, ids, configs, categories=own, **more, **sizes)
+    if config.sampling.temperature > 0 and not values.decode:  # as `evaluate` writes it down
+        config = config.replace(temperature=config.sampling.temperature)
     if process_id() != 0:
         return
     print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

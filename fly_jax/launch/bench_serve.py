@@ -76,13 +76,15 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
     given, skips = values.prompts_file, values.skip_bad_prompts
     prompts = built_in_prompts() if given is None else read_prompts(given, skip_bad=skips)
     key = values.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     path = "/v1/chat/completions" if values.chat else "/v1/completions"
     known: dict[str, Any] = {"base_url": values.url, "headers": headers}
     async with httpx.AsyncClient(**known, timeout=None, limits=httpx.Limits()) as client:
         model = values.model or await _first_model(client)
         bodies = []
         for prompt in itertools.islice(itertools.cycle(prompts), values.num_prompts):
+            if prompt.messages and not values.chat:
+                raise FlyJaxError(f"{prompt.source} is a conversation; give --chat with such.")
             messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
             asked = {"messages": messages} if values.chat else {"prompt": prompt.text}
             bodies.append({"model": model, "max_tokens": values.max_new_tokens, **asked, **extra})

@@ -91,6 +91,7 @@ def main(arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     dtype = values.dtype or models.default_dtype(mesh.size)
     setting = _setting(values, config, models, dtype)
+    setting["devices"] = f"{mesh.size} {mesh.devices.flat[0].platform}"
     answers = Answers(folder / "answers.jsonl", setting)
     if answers.dropped:
         say(f"The last line of {answers.path} was only half there, and is made again.")

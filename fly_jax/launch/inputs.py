@@ -313,8 +313,9 @@ def _prompt_of(text: str, source: str) -> Prompt:
             f"{source} is not valid JSON ({reason}); correct the line, or give --skip_bad_prompts."
         ) from error
     value = value if isinstance(value, dict) else {}
+    category = str(value.get("category", ""))
     if value.get("messages") is not None:
-        return _conversation(value["messages"], source)
+        return dataclasses.replace(_conversation(value["messages"], source), category=category)
     turns = value.get("turns")  # of Spec-Bench and MT-bench, of which the first is asked
     asked = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
     if not isinstance(asked, str):
@@ -322,7 +323,7 @@ def _prompt_of(text: str, source: str) -> Prompt:
             f"{source} is not a JSON object with a text named prompt, or with messages or turns; "
             'write such as {"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
         )
-    return Prompt(asked, source, category=str(value.get("category", "")))
+    return Prompt(asked, source, category=category)
 
 
 def _conversation(messages: object, source: str) -> Prompt:

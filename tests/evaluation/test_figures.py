@@ -83,6 +83,13 @@ def test_no_turn_knows_the_answers_of_the_one_before(pair: Pair) -> None:
         for turns in (1, 2)
     )
     assert twice.num_rounds == 2 * once.num_rounds < 2 * once.num_tokens
+    configs = {"csd": DecodingConfig(rule="csd", num_speculative_tokens=4, csd_min_count=1)}
+    once, twice = (
+        compare(pair, [*PROMPTS] * 2, configs, max_new_tokens=16, turns=turns).results[0]
+        for turns in (1, 2)
+    )
+    assert twice.num_rounds == 2 * once.num_rounds
+    assert twice.num_rescued_tokens == 2 * once.num_rescued_tokens > 0
 
 
 def test_the_laxer_the_bound_the_more_is_promised() -> None:
@@ -141,6 +148,7 @@ def test_mcnemar_and_tango() -> None:
     # With no item changed the limit is z^2 / (n + z^2).
     for number, verdict in ((380, "undecided"), (381, "not worse")):
         assert compare_paired(*_verdicts(number, 0, 0, 0), 1.0)["verdict"] == verdict
+    compare_paired(*_verdicts(98, 4, 0, 0), 2.0)  # where rounding makes a square root's number < 0
     assert compare_paired(*_verdicts(50, 50, 0, 0), 1.0)["verdict"] == "worse"
 
 

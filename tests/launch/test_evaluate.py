@@ -48,6 +48,7 @@ def data(tmp_path: Path) -> Path:
         ),
         ("gsm8k", "So 500 + 734.\n#### 1234\n", "1234\n#### 1235"),
         ("gsm8k", "That makes $1,234.00.", "It cannot be said."),
+        ("gsm8k", "#### Step 2: add\n500 + 734, so 1234.", "#### **1235**, as 1234 is less."),
     ],
 )
 def test_verdicts(data: Path, task: str, right: str, wrong: str) -> None:

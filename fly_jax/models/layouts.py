@@ -128,9 +128,9 @@ def pass_seconds(layout: Layout, config: LlamaConfig, workload: Workload, chip: 
     """The roofline time of a token: reading all parameters and the cache, then the network."""
     read = parameter_bytes(layout, config, workload.matrices)
     read += cache_bytes(layout, config, workload)
-    wide = layout.axes_of("ffw", config.ffw_size)
+    sums = ("ffw", config.ffw_size), ("q_heads", config.num_heads)
     num_bytes = workload.rows * config.embed_size * 2 // layout.devices(("data",))
-    exchanged = [("all-reduce", num_bytes, wide)] * 2
+    exchanged = [("all-reduce", num_bytes, layout.axes_of(*one)) for one in sums]
     own = cache_exchanges(layout, config, workload, num_bytes)
     exchanged += [(kind, some, ("y",)) for kind, some in own]
     network = sum(

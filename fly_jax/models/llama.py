@@ -481,7 +481,7 @@ class Llama(nnx.Module):
 
             (x, kept), added = jax.lax.scan(step, (x, kept), (indices, weights))
         hidden = self._norm(x, self.final_norm[...])
-        return hidden, added, jnp.concatenate(kept, axis=-1) if layers else hidden
+        return hidden, added, self._constrain(jnp.concatenate(kept, axis=-1)) if layers else hidden
 
     def _norm(
         self, x: Float[Array, "rows time *size"], scale: Float[Array, " embed"]

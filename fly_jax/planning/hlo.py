@@ -280,10 +280,11 @@ def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exc
     program, found = parse(hlo), []
     for frame in frames(program, unknown_trips=unknown_trips):
         for kind, one in _within(program, frame.computation):
-            # An asynchronous start returns its operands too; the last array is the result.
-            is_start = one.opcode.endswith("-start") and len(one.arrays) > 1
-            arrays = one.arrays[len(one.arrays) // 2 :] if is_start else one.arrays
-            arrays = tuple(array for array in arrays if array.kind in ITEM_BYTES)
+            arrays = tuple(array for array in one.arrays if array.kind in ITEM_BYTES)
+            # An asynchronous start returns its operands before its results, and perhaps marks.
+            if one.opcode.endswith("-start") and kind != "all-reduce":
+                arrays = tuple(array for array in arrays if array.kind != "u32" or array.shape)
+                arrays = arrays[len(arrays) // 2 :]
             num_bytes = sum(math.prod(array.shape) * ITEM_BYTES[array.kind] for array in arrays)
             shapes = tuple(array.shape for array in arrays)
             size = _group_size(one.attributes, num_devices)
@@ -325,7 +326,7 @@ def _group_size(line: str, num_devices: int) -> int:
 # Operations that hand an array on, or change it in place; loops and branches are looked into.
 _IN_PLACE = (
     "bitcast", "call", "conditional", "copy-done", "dynamic-update-slice", "get-tuple-element",
-    "optimization-barrier", "parameter", "scatter", "tuple", "while",
+    "optimization-barrier", "parameter", "scatter", "slice-start", "tuple", "while",
 )  # fmt: skip
 _STARTS = ("copy-start", "async-start")
 # The compiler's name of a chip's vector memory in a layout: what is fetched into it is read, and

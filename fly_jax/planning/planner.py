@@ -65,7 +65,11 @@ class Plan:
         # Levels below shorten the draft of any K alike.
         head = self.spec.draft.head
         at_once = self.spec.draft.pard_token is not None or isinstance(head, Block)
-        seconds = draft.seconds / (1 if at_once else k), verify.seconds, alone.seconds
+        # A verify that hands a head its target's features may exchange more than one alone.
+        whole = self.step("round")
+        beside = 0.0 if whole is None else whole.seconds - draft.seconds
+        rest = max(verify.seconds, beside), alone.seconds
+        seconds = draft.seconds / (1 if at_once else k), *rest
         times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
         mean = self.mean_accepted
         acceptance = roofline.acceptance_from(mean, k)

@@ -14,7 +14,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.head_config import Block
+from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
@@ -70,6 +70,8 @@ def pass_work(
     num_bytes: float = parameter_bytes(layout, config, workload.matrices)
     itemsize = 1 if workload.matrices is not None and workload.matrices.outer else 2
     again = {"markov_bias": tokens - 1, **dict.fromkeys(_TABLES, -1)}
+    if isinstance(config.head, Eagle3) and tokens == 1:  # the target's features are fused before
+        again["fusion"] = -1
     if config.tied_embeddings:
         del again["embedding"]
     for name in again.keys() & specs.keys():
@@ -120,14 +122,22 @@ def draft_passes(
 def model_exchanges(
     layout: Layout, config: LlamaConfig, workload: Workload, tokens: int
 ) -> list[Exchange]:
-    """The exchanges of the layers and of attention in a pass over `tokens` of every row."""
+    """The exchanges of a pass over `tokens` of every row.
+
+    A layer sums what its products of the MLP and of attention give, each over the axes that split
+    its inputs. The embedding is one more sum, and the best token takes two.
+    """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)
-    axes = layout.axes_of("ffw", config.ffw_size)
-    wide, size, layers = layout.devices(axes), layout.devices(("y",)), config.num_layers
-    sums = Exchange("all-reduce", (shape,), num_bytes, wide, 2 * layers, axes)
-    found = [sums] if wide > 1 else []
+    size, layers = layout.devices(("y",)), config.num_layers
+    sums = [("ffw", config.ffw_size, layers), ("q_heads", config.num_heads, layers)]
+    sums.append(("vocab", config.vocab_size, 3))
+    found = [
+        Exchange("all-reduce", (shape,), num_bytes, layout.devices(axes), count, axes)
+        for axis, number, count in sums
+        if layout.devices(axes := layout.axes_of(axis, number)) > 1
+    ]
     if size > 1:
         own = cache_exchanges(layout, config, workload, num_bytes)
         found += [Exchange(kind, (shape,), some, size, layers, ("y",)) for kind, some in own]

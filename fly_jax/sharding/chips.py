@@ -59,6 +59,10 @@ class Chip:
         steps = sum(size // 2 if one else size - 1 for size, one in zip(sizes, rings, strict=True))
         bandwidth = self.link_bandwidth * sum(1.0 if one else 0.5 for one in rings)
         moved = num_bytes * (count - 1) / count / bandwidth
+        if kind == "reduce-scatter":  # of which the result is one chip's share
+            moved *= count
+        elif kind == "all-to-all":  # half of what each chip has passes the middle of an axis
+            moved = max(moved, num_bytes * max(sizes) / 4 * len(sizes) / bandwidth)
         return phases * (steps * self.step_seconds + moved)
 
     def _switched_seconds(self, kind: str, num_bytes: float, count: int, stride: int) -> float:

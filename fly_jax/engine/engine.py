@@ -306,7 +306,7 @@ class Engine:
     def step(self) -> list[tuple[RequestState, Settled]]:
         """Runs prompts and dispatches rounds; returns what the rounds before have settled.
 
-        If it is interrupted before it waits for those, or fails, all requests are cancelled.
+        If it is interrupted or fails before it waits for those, all requests are cancelled.
         """
         follows = bool(self._pending)
         try:
@@ -318,9 +318,11 @@ class Engine:
                 self._pending.append(self._dispatch(follows=follows))
         except BaseException:  # a program may have taken what rows had, and not given it back
             self.slots.forget()
-            self._state = None
-            group, live = self._prefill.group, self.slots.live
-            for one in (*self.waiting, *(one for one, _ in group), *(one for _, one in live)):
+            self._state, self._seated = None, []
+            held = [one for _, one in self.slots.live]
+            for one in held:
+                self.slots.give_back(one)
+            for one in (*self.waiting, *(one for one, _ in self._prefill.group), *held):
                 self.cancel(one)
             raise
 
@@ -513,7 +515,8 @@ class Engine:
             num_tokens, rows = prefill.run()
             num_run += num_tokens
             if rows is not None:  # so that they are in the next rounds
-                self._seat(prefill.end(), rows)
+                self._seat(prefill.group, rows)
+                prefill.end()
 
     def _is_read_by_draft(self, group: Sequence[tuple[RequestState, Prefix]]) -> bool:
         """Tells whether drafts are likely to pay for reading these prompts."""

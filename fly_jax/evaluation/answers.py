@@ -89,8 +89,9 @@ def answer_items(
     engines: dict[str, tuple[Engine, list[int]]] = {}
     for name, config in configs.items():
         missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
-        looks_back = config.lookup.num_earlier_tokens and config.rule != "exact"
-        if missing and (looks_back or config.to_rule().uses_memory):  # its answers build on others
+        looks_back = bool(config.lookup.num_earlier_tokens and config.num_speculative_tokens)
+        builds = config.to_rule().uses_memory or (looks_back and config.rule != "exact")
+        if missing and builds:  # its answers are made from those before
             missing = list(range(len(items)))
         if missing:
             wanted = [requests[at] for at in missing]

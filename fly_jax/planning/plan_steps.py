@@ -166,7 +166,7 @@ def _counted(spec: PlanSpec, layouts: Layouts, name: str) -> tuple[Work, list[Ex
     given: dict[str, Any] = {"logits": name != "prefill", "vector_memory": spec.chip.vector_memory}
     for model, tokens, times in _passes(spec, layouts)[name]:
         work += pass_work(*model, tokens, **given) * times
-        sent += _times(model_exchanges(*model, tokens), times)
+        sent += _times(model_exchanges(*model, tokens, logits=given["logits"]), times)
     return work, sent
 
 

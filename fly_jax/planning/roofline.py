@@ -120,7 +120,7 @@ def draft_passes(
 
 
 def model_exchanges(
-    layout: Layout, config: LlamaConfig, workload: Workload, tokens: int
+    layout: Layout, config: LlamaConfig, workload: Workload, tokens: int, *, logits: bool = True
 ) -> list[Exchange]:
     """The exchanges of a pass over `tokens` of every row.
 
@@ -131,12 +131,15 @@ def model_exchanges(
     shape = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)
     size, layers = layout.devices(("y",)), config.num_layers
-    sums = [("ffw", config.ffw_size, layers), ("q_heads", config.num_heads, layers)]
-    sums.append(("vocab", config.vocab_size, 3))
+    split = {"ffw": config.ffw_size, "q_heads": config.num_heads, "vocab": config.vocab_size}
+    axes = {name: layout.axes_of(name, number) for name, number in split.items()}
+    sums: list[tuple[str, tuple[int, ...], int]]
+    sums = [("ffw", shape, layers), ("q_heads", shape, layers), ("vocab", shape, 1)]
+    sums += [("vocab", shape[:2], 2)] if logits else []
     found = [
-        Exchange("all-reduce", (shape,), num_bytes, layout.devices(axes), count, axes)
-        for axis, number, count in sums
-        if layout.devices(axes := layout.axes_of(axis, number)) > 1
+        Exchange("all-reduce", (one,), 2 * math.prod(one), layout.devices(along), count, along)
+        for name, one, count in sums
+        if layout.devices(along := axes[name]) > 1
     ]
     if size > 1:
         own = cache_exchanges(layout, config, workload, num_bytes)

@@ -17,14 +17,13 @@ SHORT = Lookup(num_speculative_tokens=3)
 EARLIEST = Lookup(match="earliest", num_speculative_tokens=3)
 EARLIER = Lookup(num_speculative_tokens=3, num_earlier_tokens=40)  # answers, too
 PROGRAMS = {
-    "autoregressive": pairs.SPECS["autoregressive"],
-    "one token": pairs.rounds(1),
+    "autoregressive": pairs.SPECS["autoregressive"], "one token": pairs.rounds(1),
     "five tokens": pairs.SPECS["exact"],
     "lookup, three rounds": pairs.rounds(5, lookup=EARLIEST, rounds_per_dispatch=3),
     "depths, lookup": pairs.rounds(6, lookup=SHORT, depths=(2, 6)),
     "levels, lookup": pairs.rounds(5, lookup=EARLIER, level_speculative_tokens=(2,)),
     "no budget": dataclasses.replace(pairs.SPECS["deferred"], rule=Budget(Fly(0.2, 2), 0.0)),
-}
+}  # fmt: skip
 # A small alphabet repeats itself, so that the lookup finds something.
 tokens = st.lists(st.integers(0, 47) | st.integers(0, 2), min_size=1, max_size=16)
 

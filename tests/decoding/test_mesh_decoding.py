@@ -19,11 +19,10 @@ ALL = Budget((FLY | Csd(1e-6)) & (Typical() | Margin()), 2.0)
 LOOKUP = Lookup(num_earlier_tokens=40)
 LEVELS = {"deferred_window": 2, "level_speculative_tokens": (2,), "lookup": LOOKUP}
 SPECS = {
-    "exact": EXACT,
-    "fly": replace(EXACT, rule=FLY),
+    "exact": EXACT, "fly": replace(EXACT, rule=FLY),
     "all": replace(EXACT, rule=ALL).with_static(reports_mismatches=True, audits=True),
     "levels": replace(EXACT, rule=Fly(0.0, 2)).with_static(audits=True, **LEVELS),
-}
+}  # fmt: skip
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
 MAX_NEW_TOKENS = 12
 # Every rule, mesh and layout, not all together: programs for eight devices compile slowly.

@@ -1,8 +1,9 @@
 """A request's tokens are those that it would have alone, whoever its neighbours are."""
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -272,45 +273,42 @@ def test_warming_up_again_overwrites_nothing() -> None:
     check_alone(kind, found)
 
 
+def interrupted(does: Callable[..., Any], calls: Iterator[int], *at: int) -> Callable[..., Any]:
+    """A function that does the same, but for some calls, which Ctrl-C interrupts."""
+
+    def function(*given: Any, **named: Any) -> Any:
+        if next(calls) in at:
+            raise KeyboardInterrupt
+        return does(*given, **named)
+
+    return function
+
+
 def test_ctrl_c_while_rounds_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token is lost: a step that was interrupted is followed by others as if it had not been."""
-    kind, read, reads = KINDS["rules and sampling"], jax.device_get, itertools.count()
-    engine, interruptions = engine_for(kind), 0
-
-    def interrupted(tree: Any) -> Any:
-        if next(reads) in (2, 3, 7):
-            raise KeyboardInterrupt
-        return read(tree)
-
-    monkeypatch.setattr(jax, "device_get", interrupted)
+    kind, calls = KINDS["rules and sampling"], itertools.count()
+    engine = engine_for(kind)
+    monkeypatch.setattr(jax, "device_get", interrupted(jax.device_get, calls, 2, 3, 7))
     states = [engine.submit(one) for one in requests(kind, 5, seed=2)]
     while not engine.is_idle:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             engine.step()
-        except KeyboardInterrupt:
-            interruptions += 1
-    assert interruptions == 3
+    assert next(calls) > 8
     check_alone(kind, states)
 
 
 @pytest.mark.parametrize("name", ["begin", "prefill_chunk", "insert", "run"])
 def test_ctrl_c_while_a_program_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests are cancelled, and the next ones find nothing that they could rely on."""
-    kind, does, calls = KINDS["rules and sampling"], getattr(Programs, name), itertools.count()
+    kind, does = KINDS["rules and sampling"], getattr(Programs, name)
     engine = engine_for(kind)
-
-    def interrupted(*given: Any, **named: Any) -> Any:
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return does(*given, **named)
-
-    monkeypatch.setattr(Programs, name, interrupted)
+    monkeypatch.setattr(Programs, name, interrupted(does, itertools.count(), 3))
+    states = [engine.submit(one) for one in requests(kind, 9, seed=3)]
     with pytest.raises(KeyboardInterrupt):
-        finished(engine, requests(kind, 9, seed=3))
+        finished(engine, [])
     assert engine.is_idle
-    states = finished(engine, requests(kind, 9, seed=3))
-    check_alone(kind, states)
-    assert engine.slots.num_free == len(engine.slots.occupants)
+    assert all(one.is_finished for one in states)
+    check_alone(kind, finished(engine, requests(kind, 9, seed=3)))
 
 
 def test_nothing_is_shared_with_what_is_lost() -> None:

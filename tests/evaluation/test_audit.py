@@ -29,18 +29,16 @@ CONTINUATION = Continuation(
 DIGITS = replace(MISMATCH, position=2, draft_text="4", choice_text="5", draft_probability=0.0)
 MARKS = replace(MISMATCH, prompt=1, position=3, draft_text="+", choice_text="_x")
 MISMATCHES = [
-    MISMATCH,
-    replace(DIGITS, regret=None, refused_by="gate", window=None),
+    MISMATCH, replace(DIGITS, regret=None, refused_by="gate", window=None),
     replace(MISMATCH, prompt=1, position=0, regret=1.0, draft_probability=0.75),
     replace(MISMATCH, prompt=1, draft_text=" Ada", choice_text=" she", window="completed"),
     replace(MARKS, window="failed", refused_by="window"),
-]
+]  # fmt: skip
 CONTINUATIONS = [
-    CONTINUATION,
-    replace(CONTINUATION, prompt=1, text="is 13", answer="13"),
+    CONTINUATION, replace(CONTINUATION, prompt=1, text="is 13", answer="13"),
     replace(CONTINUATION, prompt=2, text="is", answer=None, finish_reason="length"),
     replace(CONTINUATION, prompt=3, exact_text=None, exact_answer=None),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

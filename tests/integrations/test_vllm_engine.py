@@ -200,11 +200,10 @@ def stepped(one: DraftModelProposer) -> np.ndarray:
     metadata = AttentionMetadata(
         input_positions=put([[i for n in some for i in range(n)] for some in lengths], SIZE),
         block_tables=put([[]] * ranks, SLOTS * runner.max_num_blocks_per_req),
-        seq_lens=put(lengths, SLOTS),
-        query_start_loc=put(ends, SLOTS + 1),
+        seq_lens=put(lengths, SLOTS), query_start_loc=put(ends, SLOTS + 1),
         request_distribution=put([[0, 0, len(some)] for some in live], 3),
         padded_num_reqs=ranks * SLOTS,
-    )
+    )  # fmt: skip
     following = put([[after(text[-1]) for text in some] for some in texts], SLOTS)
     nothing = put([[]] * ranks, SLOTS)
     with jax.set_mesh(one.mesh):

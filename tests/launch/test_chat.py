@@ -161,9 +161,8 @@ Read = Callable[[dict], str]
 FILES = {
     b"one\ntwo {x}\n\n three\r\n": ["one", "two {x}", " three"],
     b'{"prompt": "one\\ntwo", "id": 7}\r\n{"prompt": "three"}': ["one\ntwo", "three"],
-    b"\xef\xbb\xbfone\n": ["one"],
-    b'\xef\xbb\xbf\n{"prompt": "\xc3\xa9"}\n': ["\u00e9"],
-}
+    b"\xef\xbb\xbfone\n": ["one"], b'\xef\xbb\xbf\n{"prompt": "\xc3\xa9"}\n': ["\u00e9"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", FILES)

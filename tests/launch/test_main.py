@@ -68,7 +68,7 @@ def test_process_refuses_without_a_traceback() -> None:
         with open("/dev/full", "w") as full:
             status, _, said = launched("--help", full)
         assert (status, said.count("\n")) == (2, 1)
-        assert said.startswith("Standard output or a file could not be read or written (No space")
+        assert said.startswith("standard output or a file could not be read or written (No space")
 
 
 class Terminal(io.StringIO):

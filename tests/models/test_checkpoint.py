@@ -390,13 +390,12 @@ def test_a_file_of_safetensors_is_mapped_and_not_copied(checkpoint: Path, where:
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "cut off": lambda data: data[:-1],
-    "too long": lambda data: data + b"0",
+    "cut off": lambda data: data[:-1], "too long": lambda data: data + b"0",
     "empty": lambda data: b"",
     "half written": lambda data: data[:-5000] + bytes(4100) + data[-900:],
     "one bit": lambda data: data[:-300_000] + bytes([data[-300_000] ^ 1]) + data[-299_999:],
     "another header": lambda data: data[:100] + b"!" + data[101:],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

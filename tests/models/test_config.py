@@ -1,6 +1,7 @@
 """What Hugging Face's files say of models and heads; what has more than its family is refused."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -124,10 +125,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "field 'low_freq_factor'": LLAMA31 | {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
     "type 'gpt2'": LLAMA31 | {"model_type": "gpt2"},
     "rotary scaling 'longrope'": LLAMA31 | {"rope_parameters": {"rope_type": "longrope"}},
-    "biases": LLAMA31 | {"attention_bias": True},
-    "activation": LLAMA31 | {"hidden_act": "gelu"},
+    "biases": LLAMA31 | {"attention_bias": True}, "activation": LLAMA31 | {"hidden_act": "gelu"},
     "num_heads=4 and num_kv_heads=3": LLAMA31 | {"num_key_value_heads": 3},
-}
+}  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "factor=4": OLD | {"rope_scaling": {"factor": 4.0}},
     "full_attention": OLD | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
@@ -164,7 +164,9 @@ def test_tensors_beyond_the_family(tmp_path: Path) -> None:
         more["lm_head.weight"] * 2
     )  # as a merged adapter of a tied model has it
     folder = altered(GOLDEN / "llama32", tmp_path, {}, more)
-    assert_refused("lm_head.weight other than the embedding", load_llama, folder)
+    for unstacked in (False, True):
+        loading = functools.partial(load_llama, unstacked=unstacked)
+        assert_refused("lm_head.weight other than the embedding", loading, folder)
 
 
 def test_other_layers_than_the_configuration_has(tmp_path: Path) -> None:
@@ -184,12 +186,11 @@ CLAIMS = {
     "a list of texts": _header(0, 1, KEY + struct.pack("<IIQ", 9, 8, 4_000_000)),
     "a list of lists": _header(0, 1, KEY + struct.pack("<IIQ", 9, 9, 4_000_000)),
     "a text": _header(0, 1, KEY + struct.pack("<IQ", 8, 2**63)),
-    "a key": _header(0, 1, struct.pack("<Q", 2**64 - 1)),
-    "values": _header(0, 2**62),
+    "a key": _header(0, 1, struct.pack("<Q", 2**64 - 1)), "values": _header(0, 2**62),
     "tensors": _header(2**62, 0),
     "sizes of a tensor": _header(1, 0, KEY + struct.pack("<I", 2**31)),
     "nothing": _header(0, 0)[:12],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CLAIMS)

@@ -195,11 +195,10 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
 NVFP4 = "nvfp4-pack-quantized"
 OTHER_WAYS: dict[str, dict[str, object]] = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "mxfp4": {"quant_method": "mxfp4"},
-    "gemv": AWQ | {"version": "gemv"},
+    "mxfp4": {"quant_method": "mxfp4"}, "gemv": AWQ | {"version": "gemv"},
     "3": AWQ | {"quant_method": "gptq", "bits": 3},
     NVFP4: packed(NVFP4, num_bits=4, strategy="tensor_group"),
-}
+}  # fmt: skip
 PACKED = packed("pack-quantized", num_bits=4, strategy="group", group_size=16)
 WRONG: list[tuple[str, object]] = [
     ("describes weights.* in a way", PACKED | {"sparsity_config": {"format": "sparse-bitmask"}}),
@@ -207,12 +206,11 @@ WRONG: list[tuple[str, object]] = [
     *((f"quantised in a way.*{named}.*give such", said) for named, said in OTHER_WAYS.items()),
     ("in a way that fly_jax does not read", {"bits": 4}),
     ("is not described as expected", {"quant_method": "awq", "bits": 4}),
-    ("is not described as expected", "awq"),
-    ("a size of 0", AWQ | {"group_size": 0}),
+    ("is not described as expected", "awq"), ("a size of 0", AWQ | {"group_size": 0}),
     ("in groups of 48", AWQ | {"group_size": 48}),
     (r"qzeros.* has shape \[2, 8\].* asks for \[4, 8\]", AWQ | {"group_size": 8}),
     ("lacks the tensor .*q_proj.weight_packed", PACKED),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "said"), WRONG)
@@ -236,10 +234,7 @@ def rounded(request: pytest.FixtureRequest) -> Golden:
 
 
 def assert_near(found: np.ndarray, expected: np.ndarray, least_agreement: float) -> None:
-    """Golden logits, whose standard deviation is about 1.
-
-    The models are tiny and their weights random, so that every rounding shows.
-    """
+    """Golden logits (standard deviation 1) of tiny random models, so that every rounding shows."""
     error = np.abs(found - expected)
     assert 0 < error.mean() <= 0.06
     assert error.max() <= 0.8

@@ -313,6 +313,16 @@ def test_an_exchange_beyond_one_switch_passes_the_network_with_a_share() -> None
     assert seconds("all-to-all", 8e6, [2, 8]) == pytest.approx(away)
 
 
+def test_a_torus_sums_as_it_scatters_and_gathers() -> None:
+    seconds = CHIPS["v5e"].exchange_seconds
+    for sizes in ([8], [16], [8, 8]):
+        both = seconds("reduce-scatter", 1e6 / math.prod(sizes), sizes)
+        both += seconds("all-gather", 1e6, sizes)
+        assert seconds("all-reduce", 1e6, sizes) == pytest.approx(both)
+    # What 4 of 8 chips have for the other 4 passes the middle of an axis with two ends.
+    assert seconds("all-to-all", 2e6, [8]) == pytest.approx(7e-6 + 4e6 / 50e9)
+
+
 def test_scores_that_do_not_stay_in_the_chip_are_written_and_read() -> None:
     sizes = (ROW, MIDDLE, Workload(rows=1, capacity=8192))
     a_token = 4 * 8192 * MIDDLE.num_heads / 8 * MIDDLE.num_layers  # in float32

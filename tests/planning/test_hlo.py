@@ -190,6 +190,9 @@ ENTRY %main (p: bf16[4,1,8,64], q: pred[]) -> bf16[4,1,8,64] {
   %init = (bf16[4,1,8,64]{3,2,1,0}) tuple(%either)
   %loop = (bf16[4,1,8,64]{3,2,1,0}) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"7"}}
   %part = f32[5]{0} all-gather(%a), replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_0', 'axis_1':(2)4}, dimensions={0}
+  %sent = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}
+  %wide = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), replica_groups={{0,1}}
+  %both = (f32[6]{0}, f32[7]{0}) all-reduce-start(%a, %b), replica_groups=[2,4]<=[8]
   %pair = (f32[6]{0}, s32[6]{0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add
   ROOT %result = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%loop), index=0
 }
@@ -200,10 +203,13 @@ def test_exchanges_are_found_in_the_spellings_of_the_tpu_compiler() -> None:
     """One exchange over several fusions, tuples, groups."""
     assert sorted(exchanges(CARRYING, 8), key=lambda one: (one.kind, one.count)) == [
         Exchange("all-gather", ((5,),), 5 * 4, 16, 1),
+        Exchange("all-gather", ((8,),), 32, 2, 1),
         Exchange("all-gather", ((2, 32),), 2 * 32 * 2, 2, 7),
+        Exchange("all-reduce", ((6,), (7,)), 52, 4, 1),
         Exchange("all-reduce", ((6,), (6,)), 48, 4, 1),
         Exchange("all-reduce", ((2, 4),), 2 * 4 * 2, 4, 7),
         Exchange("all-to-all", ((3,),), 12, 2, 1),
+        Exchange("collective-permute", ((4,),), 16, 2, 1),
     ]
 
 
@@ -213,10 +219,9 @@ def test_copies_are_found_with_where_and_how_often_they_run() -> None:
     size = 4 * 8 * 64 * 2  # in bfloat16
     assert [fields(one) for one in found] == [
         ("begun", "copy-start", size, 1, False, False),
-        ("float", "fusion", 2 * size, 7, True, False),
-        ("moved", "copy", size, 1, False, True),
+        ("float", "fusion", 2 * size, 7, True, False), ("moved", "copy", size, 1, False, True),
         ("turned", "transpose", size, 7, True, False),
-    ]
+    ]  # fmt: skip
     assert [one.name for one in found if one.is_repeated] == ["float", "moved", "turned"]
     assert copies(CARRYING, [(4, 8, 63)]) == []
 

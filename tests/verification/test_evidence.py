@@ -93,10 +93,9 @@ WIDE, DRAFTED, SHARDED_ROWS = 4096, 5, 4
 CASES = {
     "greedy, top-k": (Entropy("top_k"), None),
     "greedy, more than a shard": (Entropy("top_k", 600), None),
-    "greedy, full": (Entropy("full"), None),
-    "sampled": (Entropy("normalized"), Sampling(0.9)),
+    "greedy, full": (Entropy("full"), None), "sampled": (Entropy("normalized"), Sampling(0.9)),
     "sampled, top-k and top-p": (Entropy("top_k"), Sampling(0.7, top_k=50, top_p=0.83)),
-}
+}  # fmt: skip
 MESH = layout_on("2x4").mesh
 
 

@@ -209,13 +209,8 @@ class HuggingFaceSource:
             rows = self._rows_of_head()
             sharding = row_sharding(layout, specs["token_rows"], len(rows))
             return {"token_rows": jax.device_put(rows, sharding)}
-        table, own = (self._stored.get(_OUTER[one]) for one in ("embedding", "unembedding"))
-        is_tied = "embedding" in specs and self.config.tied_embeddings
-        if is_tied and table and own and not own.equals(table):
-            raise FlyJaxError(
-                f"{own.file} has an lm_head.weight other than the embedding, and config.json ties "
-                "them; set tie_word_embeddings to false in config.json."
-            )
+        if "embedding" in specs:
+            self._check_tied()
         files: dict[Path, dict[str, jax.ShapeDtypeStruct]] = {}
         names = {name: self._tensors(group, name, spec) for name, spec in specs.items()}
         for name, tensors in names.items():
@@ -246,7 +241,18 @@ class HuggingFaceSource:
         """Reads rows of a parameter's tensor, as stored; nothing of it stays in memory."""
         if name == "token_rows" and self.config.head is not None:
             return self._rows_of_head()[rows]
+        if name == "embedding" and not rows.start:
+            self._check_tied()
         return self._stored[self._name(group, name)].mapped()[rows]
+
+    def _check_tied(self) -> None:
+        """Raises FlyJaxError for an unembedding that is another table than config.json says."""
+        table, own = (self._stored.get(_OUTER[one]) for one in ("embedding", "unembedding"))
+        if self.config.tied_embeddings and table and own and not own.equals(table):
+            raise FlyJaxError(
+                f"{own.file} has an lm_head.weight other than the embedding, and config.json ties "
+                "them; set tie_word_embeddings to false in config.json."
+            )
 
     def _rows_of_head(self) -> np.ndarray:
         """The `token_rows` of a head; its file has each row's token less the row's index."""

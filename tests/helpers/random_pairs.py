@@ -201,10 +201,7 @@ def keys_from(seed: int, rows: int) -> RowKeys:
 
 
 def state_after(drafter: Drafter, text: Text, known: Sequence[RowInts], beyond: float) -> Any:
-    """A drafter's state when each draft model, from the first one down, has seen so many tokens.
-
-    Where nothing has been seen the caches hold `beyond`, so that it is not right by accident.
-    """
+    """A drafter's state whose models have seen so many tokens each; where none, `beyond` stands."""
     state = drafter.init(*text.shape, jnp.dtype(jnp.float32))
     return _cut(drafter.prefill(state, text, jnp.int32(0), None), list(known), beyond)
 

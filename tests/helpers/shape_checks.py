@@ -31,10 +31,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_shapes(one: Any) -> bool:
-    """Whether a function does, or what a method is made of.
-
-    Classes do not: JAX rebuilds dataclasses around whatever stands for their arrays.
-    """
+    """Whether a function or a method does; no class: JAX rebuilds dataclasses around others."""
     function = getattr(one, "fget", None) or getattr(one, "__func__", one)
     if not isinstance(function, types.FunctionType):
         return False

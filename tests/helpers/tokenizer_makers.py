@@ -105,10 +105,7 @@ MARKED_TEMPLATE = (
 
 
 def marked_json() -> tokenizers.Tokenizer:
-    """One whose turns begin with tokens that are not special, and end with one that takes spaces.
-
-    As some have, it has a letter among what is added.
-    """
+    """One of turns that begin with tokens that are not special; a letter is added, as in some."""
     made = llama3_json()
     made.add_tokens([AddedToken(one, normalized=False) for one in (*MARKS, "€")])
     made.add_special_tokens([AddedToken("<|end|>", lstrip=True, rstrip=True, normalized=False)])

@@ -196,10 +196,7 @@ def test_process_0_serves_for_all(models: list[str], alone: Alone, tmp_path: Pat
 
 @pytest.fixture(scope="module", autouse=True)
 def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Job]]:
-    """Two jobs, of which one process was killed in the middle of decoding.
-
-    JAX misses it after half a minute, in which the other tests run. No draft: half the compiling.
-    """
+    """Two jobs, one process of each killed while decoding; JAX misses it after half a minute."""
     target, _, dtype = models
     arguments = [target, dtype, "--rule=autoregressive", "--json", "--mesh=1x2"]
     jobs = []

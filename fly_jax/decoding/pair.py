@@ -23,6 +23,7 @@ from fly_jax.decoding.config import (
 from fly_jax.decoding.drafters.block_draft import BlockDraft
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.head_draft import HeadDraft
+from fly_jax.decoding.drafters.hybrid import HybridDraft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
@@ -423,12 +424,12 @@ def check_chain(
 ) -> None:
     """Raises FlyJaxError for drafts that cannot stand so, or cannot draft for these rounds."""
     static = RoundStatic(0) if static is None else static
-    lookup, confidence = static.lookup, static.draft_confidence
+    confidence = static.draft_confidence
     # A chosen K may be larger than a block, which is then as long.
     k = 0 if static.depths else static.num_speculative_tokens
     sizes = (k, *static.level_speculative_tokens)
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
-        _check_nothing_below(config, below or lookup)
+        _check_nothing_below(config, below)
         if config.head is not None:
             _check_head(above, config, "target" if above is target else "draft model above it")
     for level, (config, size) in enumerate(zip(drafts, sizes, strict=False)):
@@ -474,7 +475,10 @@ def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
 
 
 def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
-    """The drafter that rounds ask for: a chain of draft models above the lookup, or less."""
+    """The drafter that rounds ask for: a chain of draft models above the lookup, or less.
+
+    The lookup stands in front of a last one that nothing can stand below.
+    """
     drafter: Drafter | None = static.lookup
     kind: Callable[..., Drafter]
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
@@ -491,7 +495,9 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         else:
             given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
         given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}
-        drafter = kind(model.parameters(), **given)
+        made = kind(model.parameters(), **given)
+        in_front = static.lookup if kind is not DraftModel else None
+        drafter = made if in_front is None else HybridDraft(made, in_front)
     return drafter
 
 
@@ -504,8 +510,8 @@ def _check_nothing_below(config: LlamaConfig, below: object) -> None:
             else ("head", "from the states of the model above it alone")
         )
         raise FlyJaxError(
-            f"A {what} was given with another draft or a lookup below it, and drafts {drafts}; "
-            "make it the last --draft, and leave prompt_lookup_max out."
+            f"A {what} was given with another draft below it, and drafts {drafts}; make it the "
+            "last --draft."
         )
 
 

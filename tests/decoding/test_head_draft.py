@@ -161,10 +161,13 @@ def without_cost(rows: list[Generation]) -> list[Generation]:
 
 def drafts_of(name: str, kind: str = "eagle3") -> tuple[list[Llama], RoundSpec]:
     """A head alone, or below a draft model, and the rounds called so; an unsure DSpark stops."""
-    short = name.removesuffix(" below")
+    alone = name.removesuffix(", lookup")
+    short = alone.removesuffix(" below")
     sure = 0.4 if kind == "dspark" and short != "exact" else 0.0
     spec = pairs.SPECS[short].with_static(draft_confidence=sure)
-    if short == name:
+    if alone != name:
+        spec = spec.with_static(lookup=Lookup())
+    if short == alone:
         return [head_of(kind)], spec
     if kind in LEVELS:
         spec = spec.with_static(lookup=Lookup(num_speculative_tokens=3))
@@ -187,25 +190,37 @@ def engine_of(name: str, kind: str = "eagle3", **given: Any) -> Engine:
         ("eagle3", "depths", 0.0),
         ("eagle3", "depths below", 0.0),
         ("eagle3", "exact below", 2.0),
+        *((kind, "exact, lookup", 0.0) for kind in ("eagle3", "pard")),
+        ("dspark", "sampled, lookup", 0.0),
+        ("eagle3", "depths below, lookup", 0.0),
     ],
 )
 def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> None:
     models, spec = drafts_of(name, kind)
     engine = pairs.pair_engine(PAIR, spec.with_static(level_margin=margin), *models)
     found = engine.generate(*GIVEN, seed=1)
-    if name != "sampled":
+    if "sampled" not in name:
         assert max(one.mean_accepted_tokens for one in found) > 1.2
         assert tokens_of(found) == pairs.autoregressive(pairs.random_target(PAIR), PROMPTS)
     assert kind != "pard" or all(one.num_draft_passes == one.num_rounds for one in found)
+    if (kind, name) == ("eagle3", "exact, lookup"):
+        plain = engine_of("exact").generate(*GIVEN)
+        assert sum(one.num_rounds for one in found) < sum(one.num_rounds for one in plain)
     for row, one in enumerate(PROMPTS):
         assert engine.generate([one], LIMIT, seed=1 + row)[0].token_ids == found[row].token_ids
 
 
+@pytest.mark.parametrize("lookup", [None, Lookup()])
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "pard"])
-def test_draws_are_of_the_logits_that_acceptance_divides_by(kind: str) -> None:
+def test_draws_are_of_the_logits_that_acceptance_divides_by(
+    kind: str, lookup: Lookup | None
+) -> None:
     """As those of draft models are; then what is emitted is distributed as without a draft."""
     target, k = pairs.random_target(PAIR), 5
-    drafter, (text, length) = built(target, head_of(kind), k), pairs.padded(PROMPTS, 64)
+    drafter, (text, length) = (
+        built(target, head_of(kind), k, lookup=lookup),
+        pairs.padded(PROMPTS, 64),
+    )
     terms = Terms(None, pairs.SPECS["sampled"].sampling, pairs.keys_from(3, len(PROMPTS)))
 
     @jax.jit
@@ -216,6 +231,8 @@ def test_draws_are_of_the_logits_that_acceptance_divides_by(kind: str) -> None:
     draft = drafted(text, length)
     expected = terms.choose(draft.logits, length[:, None] + np.arange(k), None)
     np.testing.assert_array_equal(draft.tokens, expected)
+    found = draft.tokens[2].tolist() == PROMPTS[2][2:7]  # behind the two tokens that come again
+    assert found == (lookup is not None)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +332,7 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     ("kind", "mesh", "target_rules", "rules", "name"),
     [
         ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
-        ("dflash", "4x2", "tensor", "replicated", "exact"),
+        ("dflash", "4x2", "tensor", "replicated", "exact, lookup"),
         ("dspark", "2x2x2", "tensor_long", "narrow_long", "deferred below"),
     ],
 )

@@ -205,8 +205,8 @@ class _Scope:
             index = int(one.inputs)
             return self._given[index] if index < len(self._given) else None
         if one.opcode == "constant":
-            is_number = one.arrays and re.fullmatch(r"-?\d+", one.inputs)
-            return int(one.inputs) if is_number else None
+            truth = {"true": "1", "false": "0"}.get(one.inputs, one.inputs)
+            return int(truth) if one.arrays and re.fullmatch(r"-?\d+", truth) else None
         values = tuple(map(self.value, one.operands))
         if one.opcode == "get-tuple-element":
             return _element(values[0], int(_INDEX.findall(one.attributes)[0]))

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 from jax.experimental import topologies
@@ -34,7 +33,7 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import check_self_draft
 from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes
 from fly_jax.sharding.chips import Chip
-from fly_jax.sharding.mesh import MeshSpec, parse_mesh
+from fly_jax.sharding.mesh import MeshSpec, mesh_over, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly, Rule
@@ -73,9 +72,9 @@ def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     bounds = {"chips_per_host_bounds": (1, 1, 1)} if spec.num_devices == 1 else {}
-    name, kinds = f"{chip.name}:{shape}", (AxisType.Auto,) * len(spec.axes)
+    name = f"{chip.name}:{shape}"
     topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
-    return jax.make_mesh(spec.sizes, spec.names, axis_types=kinds, devices=topology.devices)
+    return mesh_over(topology.devices, spec)
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
@@ -156,6 +155,16 @@ class PlanSpec:
     def drafts(self) -> tuple[LlamaConfig, ...]:
         """The draft, and what is below it."""
         return (self.draft, *self.below)
+
+    @property
+    def drafts_by_data(self) -> bool:
+        """Tells whether data decides which passes run: the program names all that may.
+
+        Levels and a lookup below shorten drafts, and a chosen K or an unsure head the verification.
+        """
+        static, draft = self.rounds.static, self.draft
+        waits = static.lookup is not None and draft.head is None and draft.pard_token is None
+        return bool(self.below or waits or static.depths or static.draft_confidence)
 
     @property
     def draft_passes(self) -> tuple[dict[int, float], ...]:

@@ -283,9 +283,8 @@ def _compiled(
     assert hlo is not None
     arguments = int(memory.argument_size_in_bytes)
     found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
-    # The number of runs of a level is data, and not in the program.
-    has_levels = spec.below and name in ("round", "draft")
-    sent = tuple(counted if has_levels else _times(found, times))
+    by_data = spec.drafts_by_data and name in ("round", "draft")
+    sent = tuple(counted if by_data else _times(found, times))
     return Step(
         name=name,
         peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,

@@ -55,6 +55,14 @@ class Plan:
         published = roofline.acceptance_from(roofline.PUBLISHED_MEAN_ACCEPTED, roofline.PUBLISHED_K)
         return roofline.mean_accepted(published, spec.num_speculative_tokens)
 
+    @property
+    def verify_seconds(self) -> float | None:
+        """Of a round beside its draft: a verify that hands a head features may exchange more."""
+        verify, whole, draft = map(self.step, ("verify", "round", "draft"))
+        if verify is None or whole is None or draft is None:
+            return None if verify is None else verify.seconds
+        return max(verify.seconds, whole.seconds - draft.seconds)
+
     def speed(self) -> dict[str, float | int] | None:
         """Tokens per second by the roofline times; None where it does not fit."""
         draft, verify, alone = map(self.step, ("draft", "verify", "autoregressive"))
@@ -65,10 +73,8 @@ class Plan:
         # Levels below shorten the draft of any K alike.
         head = self.spec.draft.head
         at_once = self.spec.draft.pard_token is not None or isinstance(head, Block)
-        # A verify that hands a head its target's features may exchange more than one alone.
-        whole = self.step("round")
-        beside = 0.0 if whole is None else whole.seconds - draft.seconds
-        rest = max(verify.seconds, beside), alone.seconds
+        assert self.verify_seconds is not None
+        rest = self.verify_seconds, alone.seconds
         seconds = draft.seconds / (1 if at_once else k), *rest
         times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
         mean = self.mean_accepted
@@ -86,10 +92,10 @@ class Plan:
 
     def drafters(self) -> Drafters | None:
         """Layouts and types of the draft, and smaller drafts, by shapes; None beside levels."""
-        verify = self.step("verify")
+        verify = self.verify_seconds
         if not self.fits or verify is None or self.spec.below:
             return None
-        return weigh_drafters(self.spec, self.layouts, verify.seconds, self.mean_accepted)
+        return weigh_drafters(self.spec, self.layouts, verify, self.mean_accepted)
 
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""

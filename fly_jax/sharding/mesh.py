@@ -10,9 +10,11 @@ import math
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh
 
 from fly_jax.errors import FlyJaxError
@@ -128,8 +130,14 @@ def create_mesh(spec: MeshSpec) -> Mesh:
             f"The mesh {spec} needs {needed} devices and {have} {len(devices)} "
             f"({devices[0].device_kind}); ask for a mesh of {len(devices)}{also}."
         )
+    return mesh_over(devices[:needed], spec)
+
+
+def mesh_over(devices: Sequence[jax.Device], spec: MeshSpec) -> Mesh:
+    """The mesh of these devices; an axis may be a part of an axis of a slice, or lie over two."""
     kinds = (AxisType.Auto,) * len(spec.axes)
-    return jax.make_mesh(spec.sizes, spec.names, axis_types=kinds, devices=devices[:needed])
+    placed = create_device_mesh(spec.sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, spec.names, axis_types=kinds)
 
 
 def describe(mesh: Mesh) -> str:

@@ -231,14 +231,20 @@ class Engine:
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
         handed_in = self.submit_all(requests)
-        collections.deque(self.run(()), maxlen=0)  # to its end
+        try:
+            collections.deque(self.run(()), maxlen=0)  # to its end
+        except BaseException:  # nobody else knows of them
+            for one in handed_in:
+                self.cancel(one)
+            raise
         return handed_in
 
     def submit(self, request: Request) -> RequestState:
         """Queues a request.
 
         FlyJaxError for a prompt that the target cannot continue or that leaves no room, no new
-        token asked for, an empty stop string, more log-probabilities than the engine was made for,
+        token asked for, an empty stop string, a sampling, seed or protected id that is none, more
+        log-probabilities than the engine was made for,
         a rule of a kind that it was not made for or that could rescue nothing with its K, or
         another sampling than that of an offline engine.
         """
@@ -269,9 +275,12 @@ class Engine:
                 f"its own, {self.spec.sampling}; give that, or make the engine with offline=False."
             )
         # As it was checked, whatever its owner does with the lists.
-        ids = request.protected_token_ids
-        ids = None if ids is None else tuple(ids)
-        given = dataclasses.replace(request, prompt=prompt, protected_token_ids=ids)
+        protected = request.protected_token_ids
+        given = dataclasses.replace(
+            request,
+            prompt=prompt,
+            protected_token_ids=None if protected is None else tuple(protected),
+        )
         return RequestState(given, rule, self._tokenizer)
 
     def takes(self, rule: Rule) -> bool:
@@ -306,7 +315,8 @@ class Engine:
     def step(self) -> list[tuple[RequestState, Settled]]:
         """Runs prompts and dispatches rounds; returns what the rounds before have settled.
 
-        If it is interrupted or fails before it waits for those, all requests are cancelled.
+        If it is interrupted while it waits for those, the next step goes on; if elsewhere, or if
+        it fails, all requests are cancelled.
         """
         follows = bool(self._pending)
         try:
@@ -316,20 +326,31 @@ class Engine:
             # 2) Rounds. They run while those before them are read.
             if self.slots.live and len(self._pending) < 2:  # there are two only after Ctrl-C
                 self._pending.append(self._dispatch(follows=follows))
-        except BaseException:  # a program may have taken what rows had, and not given it back
-            self.slots.forget()
-            self._state, self._seated = None, []
-            held = [one for _, one in self.slots.live]
-            for one in held:
-                self.slots.give_back(one)
-            for one in (*self.waiting, *(one for one, _ in self._prefill.group), *held):
-                self.cancel(one)
+        except BaseException:
+            self._cancel_all()
             raise
 
         # 3) Read the rounds before; after the last row nothing else is waited for.
-        found = self._read(self._pending[0]) if follows else []
+        found: list[tuple[RequestState, Settled]] = []
+        if follows:
+            output = self._awaited(self._pending[0])
+            try:
+                found = self._read(self._pending.popleft(), output)
+            except BaseException:
+                self._cancel_all()
+                raise
         self._forget_rounds()
         return found
+
+    def _cancel_all(self) -> None:
+        """Cancels all; a program may have taken what rows had, and not given it back."""
+        self.slots.forget()
+        self._state, self._seated = None, []
+        held = [one for _, one in self.slots.live]
+        for one in held:
+            self.slots.give_back(one)
+        for one in (*self.waiting, *(one for one, _ in self._prefill.group), *held):
+            self.cancel(one)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[RequestState, Settled]]:
         """Decodes requests, yielding what settles; `RequestState.generation` has the whole."""
@@ -506,13 +527,15 @@ class Engine:
 
     def _run_prompts(self) -> None:
         prefill, num_run = self._prefill, 0
-        while self._offline or num_run < self._prefill_chunk or not self.slots.live:
+        while self._offline or num_run < self._prefill_chunk:
             if not prefill.group:
                 group = self._next_group()
                 if not group:
                     return
                 prefill.begin(group, self._held(), drafts=self._is_read_by_draft(group))
-            num_tokens, rows = prefill.run()
+            # Where no rows are waited for, the chunk before is: who cancels a prompt is heard.
+            waits = not (self._offline or self.slots.live)
+            num_tokens, rows = prefill.run(waits=waits)
             num_run += num_tokens
             if rows is not None:  # so that they are in the next rounds
                 self._seat(prefill.group, rows)
@@ -606,11 +629,14 @@ class Engine:
         sampled = sampled and not self.spec.static.deferred_window
         return self._rows.of(self.slots.occupants, self.memory, self.earlier, sampled=sampled)
 
-    def _read(self, dispatch: Dispatch) -> list[tuple[RequestState, Settled]]:
+    def _awaited(self, dispatch: Dispatch) -> RoundOutput:
+        """Waits for rounds; nothing is lost if Ctrl-C comes meanwhile."""
         for seated in dispatch.seated:
             self._note_prefill(seated)
         output: RoundOutput = jax.device_get(dispatch.output)
-        self._pending.popleft()  # only now: Ctrl-C comes while this is waited for
+        return output
+
+    def _read(self, dispatch: Dispatch, output: RoundOutput) -> list[tuple[RequestState, Settled]]:
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
         if self.memory is not None and self.spec.static.reports_mismatches:

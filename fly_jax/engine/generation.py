@@ -9,7 +9,7 @@ from typing import Any
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.pair import Pair
+from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
@@ -35,7 +35,7 @@ def generate(
       **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
         a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
     """
-    if isinstance(prompts, str) or not prompts or batch_size < 1:
+    if isinstance(prompts, str) or len(prompts) == 0 or batch_size < 1:
         raise FlyJaxError(
             "generate needs a list of at least one prompt and a batch_size of at least 1; give "
             "[text] for a single text."
@@ -45,7 +45,13 @@ def generate(
     if isinstance(memory, str):
         given["memory"], memory = memory, None
     config = pair.config(config, **given)
-    ids = [pair.tokenizer.encode(one) if isinstance(one, str) else list(one) for one in prompts]
+    each: Sequence[str | Sequence[int]] = prompts
+    ids = list[Sequence[int]]()
+    for at, one in enumerate(each):
+        if isinstance(one, str):
+            ids.append(pair.tokenizer.encode(one))
+        else:
+            ids.append(check_prompt(one, pair.target.config, name=f"Prompt {at + 1}"))
     if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
         memory = load_memory(
             Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count

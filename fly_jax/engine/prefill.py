@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from fly_jax.decoding.config import RoundSpec
@@ -190,20 +191,23 @@ class Prefill:
         longest = max(len(one.request.prompt) for one, _ in group)
         self._chunks.extend(self.plan.chunks(group[0][1].length, longest, number))
 
-    def run(self) -> tuple[int, DecodeState | None]:
-        """Runs the next chunk; returns its tokens, and the rows once their prompts are done."""
+    def run(self, *, waits: bool) -> tuple[int, DecodeState | None]:
+        """Runs the next chunk; returns its tokens, and the rows once their prompts are done.
+
+        One that `waits` first does so for the chunk before.
+        """
         assert self._rows is not None
+        if waits:
+            jax.block_until_ready(self._rows.length)
         chunk = self._chunks.popleft()
         where = chunk.size, chunk.start, chunk.attended
         self._rows = self._programs.prefill_chunk(self._rows, *where, drafts=self._drafts)
         return chunk.rows * chunk.size, None if self._chunks else self._rows
 
-    def end(self) -> list[tuple[RequestState, Prefix]]:
-        """Ends the group, which is returned; the next prompts may come."""
-        group, self.group = self.group, []
-        self._rows = None
+    def end(self) -> None:
+        """Ends the group; the next prompts may come."""
+        self.group, self._rows = [], None
         self._chunks.clear()
-        return group
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import jax
+import numpy as np
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.reports import TokenLogprobs, TokenReport, token_logprobs, token_reports
@@ -261,14 +265,28 @@ def check_request(
 ) -> None:
     """Raises FlyJaxError for a request, of a checked prompt, that these rounds cannot answer."""
     length, stop, logprobs = len(request.prompt), request.stop, request.logprobs
+    if request.max_new_tokens < 1:
+        raise FlyJaxError(
+            f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
+        )
     if length >= max_length:
         raise FlyJaxError(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
             "answer; shorten it, or raise max_length."
         )
-    if request.max_new_tokens < 1:
+    whole = [request.seed, *(request.protected_token_ids or ())]
+    if not all(isinstance(one, numbers.Integral) for one in whole):
         raise FlyJaxError(
-            f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
+            f"A request has seed={request.seed!r} and protected_token_ids="
+            f"{request.protected_token_ids!r}; they must be whole numbers: correct them."
+        )
+    drawn = request.sampling
+    if not (drawn is None or isinstance(drawn, Sampling)) or any(
+        map(np.ndim, jax.tree.leaves(drawn))
+    ):
+        raise FlyJaxError(
+            f"A request has sampling={drawn!r}; it must be None, or Sampling with one number for "
+            "each parameter, such as Sampling(0.7): correct it."
         )
     if isinstance(stop, str) or not all(stop):
         raise FlyJaxError(

@@ -66,7 +66,7 @@ def _answers(service: Service) -> APIRouter:
                 reply = await client.waits_for(stream.whole())
         except ClientGone:
             return Response(status_code=_CLIENT_LEFT)
-        return JSONResponse(reply.model_dump(exclude_unset=True))
+        return await asyncio.to_thread(lambda: JSONResponse(reply.model_dump(exclude_unset=True)))
 
     @router.post("/v1/completions", response_model=Completion)
     async def completions(raw: Request, request: _Completion) -> Response:

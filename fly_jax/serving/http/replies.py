@@ -157,7 +157,7 @@ class AnswerAudit(BaseModel):
     @classmethod
     def of(cls, state: RequestState, tokenizer: Tokenizer, run: Run) -> AnswerAudit:
         """The audit of a finished answer."""
-        one, has_window = state.generation, state.rule.longest_window > 0
+        one, has_window = state.generation, int(np.max(state.rule.strict_tail)) > 0
         found, _ = audited(0, "", one, tokenizer, run, has_window=has_window, budget=state.budget)
         return cls(
             rule=run.rule,

@@ -209,8 +209,16 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Aborts the connection if the client takes nothing for `client_timeout`."""
         super().pause_writing()
-        seconds = self._service.limits.client_timeout
-        self._stuck = self.loop.call_later(seconds, self.transport.abort)
+        self._wait_for_less(self.transport.get_write_buffer_size())
+
+    def _wait_for_less(self, unsent: int) -> None:
+        def look() -> None:
+            if (left := self.transport.get_write_buffer_size()) < unsent:
+                self._wait_for_less(left)
+            else:
+                self.transport.abort()
+
+        self._stuck = self.loop.call_later(self._service.limits.client_timeout, look)
 
     def resume_writing(self) -> None:
         """Cancels the abort: the client has taken something."""

@@ -240,6 +240,9 @@ class ResponseStream:
         """The reply in one piece; ApiError where the engine has stopped."""
         async for _ in self._settled():
             pass
+        return await asyncio.to_thread(self._built)  # which may take seconds: others go on
+
+    def _built(self) -> replies.Reply:
         choices = []
         for index, answer in enumerate(self.answers):
             extras = self._extras(answer, 0, is_last=True, is_whole=True)

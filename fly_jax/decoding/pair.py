@@ -7,7 +7,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,10 @@ def check_prompt(
     """
     if isinstance(prompt, CheckedPrompt):
         return prompt
+    if isinstance(prompt, numbers.Integral):
+        raise FlyJaxError(
+            f"{name} is the number {prompt}; it must be a list of token ids: give [ids] for one."
+        )
     if len(prompt) == 0:
         raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")
     if len(prompt) >= config.max_context:
@@ -320,6 +324,10 @@ def load_pair(
       weights_cache: folder that keeps what was converted for one device, and "off" for none; it
         and `say` are those of `load_llama`.
     """
+    if dtype not in (None, *get_args(Dtype)):
+        raise FlyJaxError(
+            f"load_pair was given dtype={dtype!r}; it takes {', '.join(get_args(Dtype))}, as text."
+        )
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(target, OpenPair):
         if (draft, revision) != (None, None):

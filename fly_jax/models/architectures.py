@@ -326,6 +326,9 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         sizes: Fields = {own: int(hf[theirs]) for own, theirs in _SIZES.items()}
         if sizes["num_layers"] > 10_000:  # many times those of any model
             raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
+        # An EAGLE-3 head may have a window whatever the family of its layer.
+        is_eagle = isinstance(head, head_config.Eagle3)
+        of_head = _read_windows(hf, 1, lambda _: False) if is_eagle else {}
         rope = _rope_fields(hf, source)
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
         scaling = _rope_scaling(rope, sizes["max_context"])
@@ -345,7 +348,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             pard_token=hf.get("pard_token"),
             head=head,
             **architecture.fields,
-            **architecture.read(hf, sizes["num_layers"]),
+            **(architecture.read(hf, sizes["num_layers"]) | of_head),
         )
     except KeyError as error:
         raise FlyJaxError(

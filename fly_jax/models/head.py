@@ -28,7 +28,8 @@ class Head(Llama):
         own, theirs, given = head.config.head, target.parameters(), head.parameters()
         assert own is not None
         is_tied = target.config.tied_embeddings and not own.has_unembedding
-        if target.is_unstacked != head.is_unstacked and "unembedding" in theirs:
+        turns = not own.has_unembedding and target.is_unstacked != head.is_unstacked
+        if turns and "unembedding" in theirs:
             theirs |= {"unembedding": theirs["unembedding"].T}
         tables = [("embedding", own.has_embedding), ("unembedding", own.has_unembedding or is_tied)]
         for table in (name for name, is_own in tables if not is_own):
@@ -72,6 +73,16 @@ class Eagle3Head(Head):
         hidden, fed, new = self.run_with(tokens, fed, positions, self._attending(cache))
         new = NewEntries(*(one[None] + zero_after(fed) for one in (new.keys, new.values)))
         return hidden, fed, new
+
+    def entries(self, tokens: Tokens, fed: Hidden, cache: KVCache) -> NewEntries:
+        """What `run` adds to the cache, of slots of which nothing else is asked.
+
+        Keys and values of its one layer need neither queries nor what follows: that goes unused.
+        """
+        tokens = self._constrain(tokens, ("rows", None))
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        new = self.run_with(tokens, fed, positions, self._attending(cache))[2]
+        return NewEntries(*(one[None] for one in (new.keys, new.values)))
 
     def run_with(
         self,

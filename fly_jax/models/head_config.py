@@ -118,11 +118,13 @@ def _read_eagle3(
 ) -> Eagle3:
     own = fields.get("eagle_config") or {}
     place = fields if is_nested else own
-    listed = place.get("eagle_aux_hidden_state_layer_ids")
+    key = "eagle_aux_hidden_state_layer_ids"
+    # At the top vLLM and llama.cpp take them for inputs, in `eagle_config` for outputs.
+    are_outputs = not is_nested and key not in fields
+    listed = fields.get(key, place.get(key))
     given = {
         "num_hidden_layers": layer.get("num_hidden_layers", 1) == 1,
         "norm_before_fc": not (fields.get("norm_before_fc") and fields.get("fc_norm")),
-        "sliding_window": "sliding_attention" not in (layer.get("layer_types") or ()),
         "eagle_config": own.get("use_aux_hidden_state", True),
     }
     for name in (name for name, is_right in given.items() if not is_right):
@@ -134,7 +136,7 @@ def _read_eagle3(
     norms = [value for name, value in _NORMS.items() if fields.get(name)]
     return Eagle3(
         target_embed_size=_width(fields, layer),
-        layers=_inputs(listed, are_outputs=not is_nested),
+        layers=_inputs(listed, are_outputs=are_outputs),
         feature_norms=next(iter(norms), "none"),  # type: ignore[arg-type]
         residual_is_normed=bool(fields.get("norm_before_residual")),
         feeds_normed=bool(fields.get("norm_output")),

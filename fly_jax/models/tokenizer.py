@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 import tokenizers
 
-from fly_jax.errors import FlyJaxError
+from fly_jax.errors import FlyJaxError, check_unicode
 from fly_jax.models.architectures import LlamaConfig, read_config, read_json
 
 _SPACE = "\u2581"
@@ -355,12 +355,14 @@ class JsonVocabulary:
     ) -> list[int]:
         """The tokens of a text; `adds_special` adds what its makers put around a prompt.
 
-        With `parse_controls` control tokens that are spelt out become one token each.
+        With `parse_controls` control tokens that are spelt out become one token each. FlyJaxError
+        for half of a pair of surrogates.
         """
+        check_unicode(text, "A text")
         with self._lock:  # the choice is the library object's, which threads share
             self._tokenizer.encode_special_tokens = not parse_controls
             # As a batch: for a single text the library keeps all other threads waiting.
-            batch = self._tokenizer.encode_batch([text], add_special_tokens=adds_special)
+            batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
             return list(batch[0].ids)
 
     def _token_bytes(self, token_id: int, first: bool) -> bytes:
@@ -368,7 +370,10 @@ class JsonVocabulary:
         if name is None:
             return b""
         if self._byte_level and token_id not in self._added:
-            return bytes(_byte_of_character()[character] for character in name)
+            table = _byte_of_character()
+            if all(character in table for character in name):
+                return bytes(table[character] for character in name)
+            return name.encode()  # as the library does with what is spelt out
         byte = _BYTE_PIECE.fullmatch(name) if self._byte_fallback else None
         if byte is not None and int(byte[1], 16) >= 0x80:
             return bytes([int(byte[1], 16)])

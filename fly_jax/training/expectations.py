@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,10 +98,9 @@ def expected(
             size = sum(min(len(text), length) for text in texts)
             # One that was made with another length is made anew.
             if not file.exists() or len(np.load(file, mmap_mode="r")) != size:
-                with tempfile.TemporaryDirectory(dir=folder) as new:  # no part is ever half there
-                    made = Path(new, file.name)
-                    np.save(made, _read_along(teacher, texts, length, tuple(layers)))
-                    made.replace(file)
+                made = file.with_suffix(".partial.npy")  # no part is ever half there
+                np.save(made, _read_along(teacher, texts, length, tuple(layers)))
+                made.replace(file)
             part, end = np.load(file, mmap_mode="r"), 0
             for one, text in zip(some, texts, strict=True):
                 tokens = text[-length:]

@@ -189,15 +189,17 @@ def train(
     if start is None:
         random = Llama.random(recipe.config, jax.random.key(recipe.seed))
         start = Start(random.parameters(), {})
-    fresh = TrainingState(start.trained, _optimizer(recipe).init(start.trained), jnp.int32(0))
+
+    def begun() -> TrainingState:
+        return TrainingState(start.trained, _optimizer(recipe).init(start.trained), jnp.int32(0))
 
     def model(state: TrainingState) -> Llama:
         return Llama(recipe.config, state.parameters | start.frozen)
 
     with _manager(directory, is_measured=measured is not None) as manager:
-        state = _restored(manager, recipe, fresh, manager.latest_step())
+        state = _restored(manager, recipe, begun, manager.latest_step())
         first, free = int(state.step), shutil.disk_usage(directory).free
-        needed = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(fresh))  # two are kept
+        needed = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))  # two are kept
         if free < needed and not first:
             raise FlyJaxError(
                 f"The checkpoints need {needed / 1e9:.1f} GB and {directory} has room for "
@@ -230,7 +232,7 @@ def train(
                 manager.save(step, args=arguments, metrics=metrics, force=True)
         manager.wait_until_finished()
         if measured is not None:
-            state = _restored(manager, recipe, fresh, manager.best_step())
+            state = _restored(manager, recipe, begun, manager.best_step())
     return model(state)
 
 
@@ -254,15 +256,16 @@ def _manager(directory: Path, *, is_measured: bool) -> ocp.CheckpointManager:
 
 
 def _restored(
-    manager: ocp.CheckpointManager, recipe: Recipe, fresh: TrainingState, step: int | None
-) -> TrainingState:
-    """A checkpoint, of the shapes that a fresh state has; that state if there is none."""
+    manager: ocp.CheckpointManager, recipe: Recipe, begun: Callable[[], TrainingState],
+    step: int | None,
+) -> TrainingState:  # fmt: skip
+    """A checkpoint, of the shapes that a fresh state has; such a state if there is none."""
     if step is None:
-        return fresh
+        return begun()
     if step > recipe.last_step:
         raise FlyJaxError(
             f"{manager.directory} holds a checkpoint of step {step} and a run of "
             f"{recipe.last_step} steps was asked for; give another directory, or more steps."
         )
-    shapes = jax.eval_shape(lambda: fresh._asdict())
+    shapes = jax.eval_shape(lambda: begun()._asdict())
     return TrainingState(**manager.restore(step, args=ocp.args.StandardRestore(shapes)))

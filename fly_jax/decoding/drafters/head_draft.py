@@ -14,7 +14,7 @@ from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache, held_caches
 from fly_jax.models.head import Eagle3Head
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
-from fly_jax.verification.data import STATIC, taken
+from fly_jax.verification.data import STATIC
 from fly_jax.verification.rules import Verdict
 
 # The last token, all of the draft and its logits; what is fed next; the slots.
@@ -114,7 +114,7 @@ class HeadDraft(HeadDrafter):
         tokens = jnp.where(start == 0, jnp.roll(tokens, -1, axis=1), tokens)
         at = jnp.broadcast_to(jnp.maximum(start - 1, 0), (rows,))
         cache = state.cache.with_length(at)
-        _, _, new = self._head.run(tokens, _read(features, at, time), cache)
+        new = self._head.entries(tokens, _read(features, at, time), cache)
         # As in a draft model's cache: a row that lacked tokens before these still does.
         held = state.cache.length
         length = jnp.where(held >= at, start + time - 1, held)
@@ -128,24 +128,24 @@ class HeadDraft(HeadDrafter):
         head, width, rows = self._head, self._width, len(length)
         start = jnp.maximum(length - 1 - width, 0)
 
-        def fill(cache: KVCache, start: RowInts) -> tuple[KVCache, Array, Array]:
-            """Fills the slots from `start` on; returns the cache and what `Head.run` gives."""
+        def given(start: RowInts, width: int) -> tuple[Tokens, Array]:
+            """What is fed to slots from `start` on."""
             # A text of one token has no feature: its slot is always filled with the same.
             is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
             features = jnp.where(is_known[..., None], _read(state.features, start, width), 0)
             tokens = jnp.where(is_known, slice_rows(text, start + 1, width), 0)
+            return tokens, features.astype(head.dtype)
+
+        def fill(cache: KVCache, start: RowInts) -> KVCache:
             cache = cache.with_length(start)
-            hidden, fed, new = head.run(tokens, features.astype(head.dtype), cache)
-            return cache.written(new, self.layout), hidden, fed
+            return cache.written(head.entries(*given(start, width), cache), self.layout)
 
         cache, num_passes = state.cache, jnp.int32(0)
         if self.lags:
-            cache, _, num_passes = caught_up(
-                lambda *given: fill(*given)[0], cache, cache.length, start, width
-            )
-        cache, hidden, fed = fill(cache, start)
-        last = jnp.maximum(length - 2 - start, 0)[:, None]
-        hidden, fed = (taken(one, last) for one in (hidden, fed))
+            cache, _, num_passes = caught_up(fill, cache, cache.length, start, width)
+        last = jnp.maximum(length - 2, 0)
+        cache = fill(cache, start).with_length(last)
+        hidden, fed, _ = head.run(*given(last, 1), cache)
         drafted = jnp.zeros((rows, num_speculative_tokens), jnp.int32)
         scores = None
         if terms.sampling is not None:

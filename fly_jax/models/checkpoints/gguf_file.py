@@ -70,13 +70,16 @@ class GgufFile:
         """Reads rows of a tensor, or a part of a vector, in float32; no more stays in memory."""
         one = self.tensors[name]
         dtype, shape = one.stored
-        data = np.asarray(np.memmap(self.path, dtype, "r", one.begin, shape))[rows]
+        data = np.asarray(np.memmap(self.path, dtype, "r", one.begin, shape))
         blocks = getattr(gguf.quants, one.kind.name, None)
         if blocks is None:
-            return data.astype(np.float32)
+            return data[rows].astype(np.float32)
+        is_matrix = data.ndim > 1  # a part of a vector is not one of its bytes
+        data = data[rows] if is_matrix else data
         # All at once: `gguf.dequantize` takes sixteen rows at a time, and twice as long.
         found = blocks.dequantize_blocks(data.reshape(-1, blocks.type_size))
-        return found.reshape(*data.shape[:-1], -1)
+        found = found.reshape(*data.shape[:-1], -1)
+        return found if is_matrix else found[rows]
 
 
 def open_gguf(path: Path) -> GgufFile:

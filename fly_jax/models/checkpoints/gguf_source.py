@@ -152,6 +152,7 @@ class GgufSource:
     """A GGUF file of a model; each process reads only the rows that its devices take."""
 
     int8 = False
+    stored_types = frozenset({"GGUF"})  # whatever they are, not as safetensors have them
     arranged = staticmethod(arranged)
 
     def __init__(self, file: GgufFile) -> None:

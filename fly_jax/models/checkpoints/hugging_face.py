@@ -187,6 +187,7 @@ class HuggingFaceSource:
                 needed |= {tensor: parts[part] for part, tensor in tensors.items()}
         _check(folder, self._stored, needed)
         self._check_rest(needed)
+        self.stored_types = {self._stored[name].dtype for name in needed}
 
     def _check_rest(self, needed: Container[str]) -> None:
         """Raises FlyJaxError for tensors that would change the text and are no parameters."""
@@ -399,6 +400,8 @@ def _check_folder(folder: Path) -> None:
                 "of its files: download this one."
             )
     if not any(folder.glob("*.safetensors")):
+        if one := next(folder.glob("*.gguf"), None):
+            raise FlyJaxError(f"{folder} holds {one.name} and no safetensors files; give {one}.")
         other = next((path for kind in ("*.bin", "*.pth") for path in folder.glob(kind)), None)
         found = f"only {other.name} and the like" if other else "no weights"
         raise FlyJaxError(

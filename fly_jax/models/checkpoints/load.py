@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import shutil
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +75,7 @@ _LEAST_BYTES = 64 * 2**20
 # XLA takes an array as it lies where it begins at such a place.
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+_ABANDONED_SECONDS = 3600  # since anybody wrote to a file that is not whole
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "uint8": "U8", "int32": "I32"}
 
 Say = Callable[[str], object]
@@ -169,7 +171,9 @@ def load_llama(
     if layout is None and _has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
         kept = _Kept(source, np.dtype(dtype), int8=int8)
-        if kept.map(path, weights_cache, say) or unstacked:
+        # A file of what is read as it lies would be a second one.
+        is_converted = unstacked or int8 or source.stored_types != {_STORED_NAMES[kept.dtype.name]}
+        if (is_converted and kept.map(path, weights_cache, say)) or unstacked:
             source = kept
         if source is kept and unstacked:
             return _unstacked(kept, config)
@@ -430,6 +434,10 @@ class _Kept:
             )
             return None
         partial = file.with_name(f"{file.stem}.{secrets.token_hex(8)}.partial")
+        for left in file.parent.glob(f"{file.stem}.*.partial"):  # by a process that was killed
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    left.unlink()
         begin = len(self._header(None))
         try:
             with partial.open("wb+", buffering=0) as stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array
 
-from fly_jax.errors import FlyJaxError
+from fly_jax.errors import FlyJaxError, file_trouble
 from fly_jax.models.architectures import Group, LlamaConfig, ParameterSpec
 from fly_jax.sharding.rules import Layout
 
@@ -113,6 +114,7 @@ def _download(repository: str, revision: str | None) -> Path:
             repository, revision=revision, allow_patterns=_HUB_FILES
         )
     except Exception as error:  # the hub's HTTP library has errors of its own
+        said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
         told = {
             errors.GatedRepoError: f"The hub model '{repository}' needs its licence accepted; do "
             "so on its page and log in with `hf auth login`.",
@@ -121,9 +123,16 @@ def _download(repository: str, revision: str | None) -> Path:
             errors.RepositoryNotFoundError: f"'{repository}' is neither a folder that exists nor a "
             "model on the hub; correct the name, or log in with `hf auth login` if it is private.",
             Exception: f"'{repository}' is no folder that exists, and the hub could not give it "
-            f"({type(error).__name__}); connect to the network, or give a local folder.",
+            f"({type(error).__name__}: {said}); connect to the network, or give a local folder.",
         }
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise FlyJaxError(file_trouble(error)) from error
         raise FlyJaxError(next(told[kind] for kind in told if isinstance(error, kind))) from error
+    if not Path(folder).is_dir():
+        raise FlyJaxError(
+            f"The hub model '{repository}' has no file that fly_jax reads in a folder, such as "
+            "model.safetensors; give another, or fetch a GGUF file of it and give its path."
+        )
     return Path(folder)
 
 

@@ -70,7 +70,7 @@ class CorrectionMemory:
       vocabulary: digest of the tokens that the ids mean; see `Tokenizer.digest`.
       num_keys: pairs on the device, and so the size of `keys`.
       note: text for its file, of whoever fills the memory.
-      version: grows whenever a pair becomes or ceases to be one to look up.
+      version: grows whenever a pair passes `min_count`, or is dropped.
     """
 
     vocabulary: str

@@ -22,11 +22,12 @@ from fly_jax.verification import reductions
 from fly_jax.verification.reductions import AxisNames, Found, Local, finite_or_zero
 from fly_jax.verification.sampling import (
     Sampling,
-    draw_noise,
+    block_noise,
     gumbel_argmax,
     is_greedy,
     keys_of_rows,
     processed_log_probs,
+    uniform_noise,
 )
 
 # Stands for a draft token at the positions where nothing was drafted.
@@ -174,7 +175,8 @@ def evidence(
       draft_logits: the raw logits from which the draft was sampled with this very `sampling`. None
         if it was not sampled (greedy or looked up): q is then 1 at the draft token.
       key: a PRNG key, needed with `sampling`: one for each row, or one of which each row makes its
-        own by its index. A row's draws depend on its key and nothing else.
+        own by its index. A row's draws depend on its key and nothing else: each round needs a
+        new one.
       num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
       layout: where the logits are sharded: its mesh, and its mapping of the logical axes "rows"
         and "vocab"; None on one device. Numbers are the same but for the rounding of
@@ -200,7 +202,8 @@ def evidence(
         if draft_logits is not None:
             draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
         positions = jnp.broadcast_to(jnp.arange(num_draft + 1), draft.shape)
-        noise = draw_noise(keys_of_rows(key, rows), positions, logits.shape[2])
+        keys = keys_of_rows(key, rows)
+        noise = uniform_noise(keys, positions), block_noise(keys, logits.shape[2])
         inputs = EvidenceInputs(logits, draft, sampling.of_rows(rows), draft_logits, None, *noise)
     return reduced(inputs, needs, layout)
 
@@ -216,7 +219,7 @@ class EvidenceInputs(NamedTuple):
     draft_probs: Float[Array, "rows positions local"] | None = None
     # Noise that decides whether a draft token is accepted, and which token follows.
     uniform: Float32[Array, "rows positions"] | None = None
-    gumbel: Float32[Array, "rows positions local"] | None = None
+    gumbel: Float32[Array, "rows 1 local"] | None = None
 
 
 def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:

@@ -203,18 +203,27 @@ def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "
     return make(keys)
 
 
-def draw_noise(
-    row_keys: RowKeys, positions: Tokens, vocab_size: int
-) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time vocab"]]:
-    """The uniform and Gumbel noise of each position of a block, from the key of its row alone."""
-    # Two keys for each position, made in one go: programs with fewer hashes compile faster.
-    draws = _FIRST_DRAW + 2 * positions + jnp.arange(2)[:, None, None]
-    uniform, gumbel = jax.vmap(position_keys, (None, 0))(row_keys, draws)
-    return jax.vmap(jax.vmap(jax.random.uniform))(uniform), gumbel_noise(gumbel, vocab_size)
+def uniform_noise(row_keys: RowKeys, positions: Tokens) -> Float32[Array, "rows time"]:
+    """The noise that accepts draft tokens, of each position of a block, by the key of its row."""
+    keys = position_keys(row_keys, _FIRST_DRAW + 1 + positions)
+    return jax.vmap(jax.vmap(jax.random.uniform))(keys)
+
+
+def block_noise(row_keys: RowKeys, vocab_size: int) -> Float32[Array, "rows 1 vocab"]:
+    """The Gumbel noise of the one token that each row's block draws, by the key of its row.
+
+    Where in the block that is depends on nothing but the uniform noise, so one serves all places.
+    """
+    places = jnp.full((len(row_keys), 1), _FIRST_DRAW, jnp.int32)
+    return gumbel_noise(position_keys(row_keys, places), vocab_size)
 
 
 def gumbel_argmax(
-    log_weights: Local, noise: Local, logits: Local, is_greedy: _Flags, axis_names: AxisNames = ()
+    log_weights: Local,
+    noise: Float[Array, "*#lead local"],
+    logits: Local,
+    is_greedy: _Flags,
+    axis_names: AxisNames = (),
 ) -> Int32[Array, "*lead"]:
     """A draw with probability proportional to exp(log_weights); of greedy rows the argmax."""
     return reductions.vocab_argmax(

@@ -10,10 +10,11 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.data import taken
 from fly_jax.verification.evidence import ABSENT, EvidenceInputs, TargetEvidence, evidence, reduced
 from fly_jax.verification.rules.conditions import RuleState, Seen, Verdict
 from fly_jax.verification.rules.rule import Loose, Rule, accept, barred_tokens
-from fly_jax.verification.sampling import Sampling, draw_noise, keys_of_rows
+from fly_jax.verification.sampling import Sampling, block_noise, keys_of_rows, uniform_noise
 
 
 def verify(
@@ -114,14 +115,13 @@ def verify_flat(
     cut = truncated(rule.support, logits[:, None], protected=protected, layout=layout)
     inputs = EvidenceInputs(cut, draft[:, None])
     if sampling is not None:
-        keys = keys_of_rows(key, num_requests)[request]
-        uniform, gumbel = draw_noise(keys, place[:, None], vocab_size)
+        keys = keys_of_rows(key, num_requests)
         inputs = inputs._replace(
             sampling=jax.tree.map(lambda leaf: leaf[request], sampling.of_rows(num_requests)),
             draft_logits=None if draft_logits is None else draft_logits[:, None],
             draft_probs=None if draft_probs is None else draft_probs[:, None],
-            uniform=uniform,
-            gumbel=gumbel,
+            uniform=uniform_noise(keys[request], place[:, None]),
+            gumbel=block_noise(keys, vocab_size)[request],
         )
     seen = reduced(inputs, rule.needs, layout)
     # 3) The few numbers of each position, in rows.
@@ -190,9 +190,10 @@ def truncated(
     raw = flat.astype(jnp.float32)
     seen = dataclasses.replace(seen, draft_logit=raw, draft_log_prob=raw - seen.log_sum_exp)
     tokens = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), shape)
-    if protected is not None and protected.ndim == 2:
-        protected = jnp.repeat(protected, positions, axis=0)
-    barred, kept = barred_tokens(seen, tokens, protected), tokens == seen.argmax
+    barred, kept = barred_tokens(seen, tokens, None), tokens == seen.argmax
+    if protected is not None:  # each token, and all where the most probable one is
+        own = jnp.repeat(jnp.broadcast_to(protected, (rows, vocab)), positions, axis=0)
+        barred |= own | taken(own, found.argmax.reshape(-1, 1))
     for clause in support.clauses():
         alone = dataclasses.replace(clause, windows=())
         ends = jnp.full(len(flat), vocab, jnp.int32)

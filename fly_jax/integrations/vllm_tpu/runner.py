@@ -24,7 +24,7 @@ from fly_jax.integrations.vllm_tpu.draft_model import SPLIT, Axis, DraftModelPro
 from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
-from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+from fly_jax.verification.correction_memory import load_memory
 from fly_jax.verification.rules import Rule, RuleState
 from fly_jax.verification.verify import verify_flat
 
@@ -198,8 +198,6 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         if limits.memory is not None:
             path, least = Path(limits.memory), limits.csd_min_count
             memory = load_memory(path, tokenizer.digest, min_count=least)
-        elif config.to_rule().uses_memory:
-            memory = CorrectionMemory(tokenizer.digest)
         protected = np.zeros(self.vocab_size, bool)
         ids = [*tokenizer.control_token_ids, *tokenizer.matching(limits.protect)]
         protected[[token for token in ids if token < self.vocab_size]] = True

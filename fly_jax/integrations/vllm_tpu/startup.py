@@ -188,6 +188,11 @@ def prepare(vllm_config: Any) -> None:
     asked = {"rule": "exact"} if asked is None else asked
     found = checked_hooks(any_version=asked.get("any_version", False))
     config = decoding_config(asked, speculative.num_speculative_tokens)
+    if config.to_rule().uses_memory and config.limits.memory is None:
+        raise FlyJaxError(
+            f"The rule {config.rule} rescues what its memory has, and vLLM's engine does not learn "
+            "one; give memory=FILE, which calibrate makes, or leave csd out."
+        )
     if speculative.method == "draft_model":
         _check_draft(vllm_config)
     elif (lookup := config.to_lookup()) is not None:

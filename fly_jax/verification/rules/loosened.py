@@ -43,7 +43,9 @@ class Fly(Loose):
     """
 
     entropy_threshold: Number = parameter(
-        0.3, "fly: least entropy of the target for a mismatch to be kept; 0 for no gate", low=0.0
+        0.3,
+        "fly: least entropy of the target for a mismatch to be kept; 0.01 or less for no gate",
+        low=0.0,
     )
     window_size: Count = parameter(
         6, "fly: draft tokens after a mismatch that must match for it to be kept",

@@ -250,6 +250,8 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
             "per_row was given a rule that cuts the target to a support, which all rows must have "
             "in common; give that rule to verify alone, for all rows."
         )
+    # As they are inside `jit`, whole numbers made floats: an int would be another program.
+    rules, like = ([jax.tree.map(lambda leaf: leaf, one) for one in some] for some in (rules, like))
     owned: list[dict[tuple[str, int], Clause]] = []
     for rule in (*rules, *like):
         clauses: dict[tuple[str, int], Clause] = {}
@@ -357,10 +359,14 @@ def accept(
 def barred_tokens(
     evidence: TargetEvidence, drafted: DraftTokens, protected: Bool[Array, "*rows vocab"] | None
 ) -> DraftFlags:
-    """Tells where a token is protected, or the target gives the draft token probability 0."""
+    """Tells where a token is protected, or the target gives the draft token probability 0.
+
+    That is what top-k, top-p or min-p have cut, and what is 0 in float32 before the temperature:
+    a low one makes much improbable, and no rescue impossible.
+    """
     # Accelerators round numbers below the smallest normal float32 to 0; here every device does.
     smallest = math.log(jnp.finfo(jnp.float32).tiny)
-    barred = ~(jnp.minimum(evidence.log_prob, evidence.draft_log_prob) >= smallest)
+    barred = ~((evidence.log_prob >= smallest) & (evidence.draft_log_prob > -jnp.inf))
     if protected is not None:
         protected = jnp.asarray(protected)
         rows = (jnp.arange(len(drafted))[:, None],) if protected.ndim == 2 else ()

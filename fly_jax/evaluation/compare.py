@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.decoding.pair import Pair
+from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
 from fly_jax.errors import FlyJaxError
@@ -237,6 +239,7 @@ class _Measured:
     done: list[list[RequestState]] = dataclasses.field(default_factory=list)
     seconds: list[list[float]] = dataclasses.field(default_factory=list)
     prefill_seconds: float = 0.0
+    num_rounds: int = 0
 
     @property
     def fixed_depth(self) -> int:
@@ -255,6 +258,7 @@ class _Measured:
             engine.memory = None if self.memory is None else self.memory.copy()
         requests = engine.requests(group, limit, seed=seed)
         engine.warm_up_for(requests)  # prompts of a group may share other beginnings than of all
+        engine.listener = self._count
         start, before = time.perf_counter(), engine.prefill_seconds
         done = engine.answer(requests)
         prefilling = engine.prefill_seconds - before
@@ -263,11 +267,13 @@ class _Measured:
         engine.forget()
         self.done[turn] += done
 
+    def _count(self, output: RoundOutput, _: object) -> None:
+        self.num_rounds += int(np.any(output.live, axis=1).sum())
+
     @property
     def seconds_of_a_round(self) -> float:
-        """The mean seconds of a round, where all slots run in the same rounds."""
-        seconds = sum(map(sum, self.seconds))
-        return seconds / sum(one.generation.num_rounds for turn in self.done for one in turn)
+        """The mean seconds of a round, whatever slots it had work for."""
+        return sum(map(sum, self.seconds)) / self.num_rounds
 
     def result(
         self, name: str, pair: Pair, categories: Sequence[str], check: _Check | None

@@ -156,7 +156,8 @@ def candidates(
     """Yields the settings that would have rescued something in these rounds."""
     strictness, eos = strictness_of(config), pair.tokenizer.eos_token_ids
     protected = np.zeros(pair.target.config.vocab_size, bool)
-    protected[[*pair.protected_token_ids(config.limits.protect), *eos]] = True
+    ids = {*pair.protected_token_ids(config.limits.protect), *eos}
+    protected[[token for token in ids if 0 <= token < len(protected)]] = True
     for value in strictness.values(rounds, _VALUES):
         for size in windows:
             changes: dict[str, Any] = {strictness.name: value, "window_size": size}

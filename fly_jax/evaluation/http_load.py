@@ -45,13 +45,14 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         *lines, rest = (rest + some).split(b"\n")
         for line in lines:
             yield line.decode()
+    yield rest.decode()
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> ClientReply:
     """Streams an answer to its end; raises FlyJaxError where the server refuses or breaks off."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     reply, begin = ClientReply(), time.perf_counter()
-    last = begin
+    last, is_stream = begin, False
     try:
         async with client.stream("POST", path, json=asked) as response:
             if response.status_code != 200:
@@ -59,9 +60,10 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 why = f"{client.base_url} refuses ({response.status_code}): {said}"
                 raise FlyJaxError(f"{why}; correct what it names.")
             async for line in _lines(response):
-                if not line.startswith("data: {"):
+                data = line.removeprefix("data:").lstrip() if line.startswith("data:") else ""
+                if not data.startswith("{"):
                     continue
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk, is_stream = json.loads(data), True
                 if "error" in chunk:
                     raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}; try again.")
                 given = [{**one, **one.get("delta", {})} for one in chunk["choices"]]
@@ -78,6 +80,8 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 reply.metrics = chunk.get("metrics") or reply.metrics
                 if chunk.get("usage"):
                     reply.num_tokens = chunk["usage"]["completion_tokens"]
+            if not is_stream:
+                raise ValueError("no line of it begins with data:")
     except FlyJaxError:
         raise
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:

@@ -41,9 +41,9 @@ def compare_paired(base: Verdicts, other: Verdicts, margin: float) -> dict[str, 
     if abs(score) * math.sqrt(number) >= _Z:
         verdict = "not worse" if score > 0 else "worse"
     half = (gained + lost) / number / 2
-    needed = math.ceil(((_Z + _Z_POWER) / _tango(half, half, limit)) ** 2)
-    if needed <= number and score:
-        needed = math.ceil((_Z / score) ** 2)
+    needed: int | None = math.ceil(((_Z + _Z_POWER) / _tango(half, half, limit)) ** 2)
+    if needed is not None and needed <= number:  # a difference of just the margin decides nothing
+        needed = math.ceil((_Z / score) ** 2) if score else None
     return {
         "retention": kept and kept[0],
         "low": kept and kept[1],

@@ -62,6 +62,7 @@ def record(
     for _, settled in engine.run(()):
         bar.update(settled.finish_reason is not None)
     engine.listener = None
+    engine.forget()  # another engine's caches may need the room
     rounds = jax.tree.map(lambda *some: np.concatenate(some), *parts)
     # In the order of prompts, whatever was decoded together.
     order = np.argsort(rounds["prompt"], kind="stable")

@@ -10,6 +10,7 @@ import json
 import operator
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,7 +185,13 @@ def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
     if name == "ifeval":
         for number, one in records[:limit]:
             check_instructions(one, f"{path}, line {number}")
-    return [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]
+    items = [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]
+    if twice := [one for one, times in Counter(item.name for item in items).items() if times > 1]:
+        raise FlyJaxError(
+            f"{path} has {twice[0]} more than once, as two files put together have; give the set's "
+            "own file."
+        )
+    return items
 
 
 def _record(line: bytes, task: Task, source: str) -> Record:

@@ -76,7 +76,7 @@ def _run(values: _BenchFlags) -> None:
     if values.picture is not None:
         check_picture(Path(values.picture))
     config = values.to_config(values)
-    configs = decodings(values.decode, config, proposes=values.proposes(config))
+    configs = decodings(values.decode, config, has_draft=values.has_draft)
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     inputs = open_inputs(values, longest)
     for one in configs.values():
@@ -122,14 +122,14 @@ def unusual(config: DecodingConfig) -> dict[str, Any]:
 
 
 def decodings(
-    given: Sequence[str], config: DecodingConfig, *, proposes: bool
+    given: Sequence[str], config: DecodingConfig, *, has_draft: bool
 ) -> dict[str, DecodingConfig]:
     """The configs of a bench by their names, all checked; others are compared with the first.
 
     Args:
       given: such as "fly:8,15 window_size=4"; none for plain and exact decoding, and the config's.
       config: has all that is not given.
-      proposes: whether anything does; without, a rule that drafts is a FlyJaxError.
+      has_draft: whether one was given; a rule that drafts without it needs a lookup of its own.
     """
     found: dict[str, DecodingConfig] = {}
     for text in given:
@@ -141,7 +141,7 @@ def decodings(
         for depth in several.split(",") if several else [None]:
             one = own.replace(**_depth(text, depth))
             found[", ".join([_name(one), *map("=".join, options.items())])] = one
-    if not given and proposes:
+    if not given and (has_draft or config.to_lookup() is not None):
         plain, lossless, *loosened = config.side_by_side()
         exact = [lossless.replace(num_speculative_tokens=k) for k in _EXACT_DEPTHS]
         found = {_name(one): one for one in (plain, lossless, *exact, *loosened)}
@@ -149,13 +149,13 @@ def decodings(
         plain = config.without_draft()
         found = {_name(plain): plain}
     for one in found.values():
-        one.to_lookup()
+        looks_up = one.to_lookup() is not None
         if one.to_rule().uses_memory and one.limits.memory is not None:
             raise FlyJaxError(
                 f"memory is {one.limits.memory}, and bench and evaluate begin with an empty one; "
                 "leave it out, or measure the rule with --compare, which reads it."
             )
-        if one.num_speculative_tokens and not proposes:
+        if one.num_speculative_tokens and not (has_draft or looks_up):
             raise FlyJaxError(
                 f"The rule {one.rule} was asked for, and nothing proposes; give --draft, which may "
                 "be ngram, or --decode autoregressive."

@@ -7,6 +7,7 @@ import importlib
 import io
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodingConfig
@@ -15,6 +16,7 @@ from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, fl
 from fly_jax.launch.inputs import load_opened, open_models, proposing, say, waiting
 from fly_jax.launch.view import TextView
 from fly_jax.parameters import parameter
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.pair import OpenPair, Pair
@@ -99,6 +101,10 @@ class Conversation:
         self._engines: dict[DecodingConfig, Engine] = {}
         self._view = TextView(sys.stdout)
         self._messages = _beginning(values)
+        digest, limits = pair.tokenizer.digest, config.limits
+        self._memory = CorrectionMemory(digest, min_count=limits.csd_min_count)
+        if limits.memory is not None:
+            self._memory = load_memory(Path(limits.memory), digest, min_count=limits.csd_min_count)
 
     def take(self, line: str) -> None:
         """Runs a command line, or answers a message; it prints errors."""
@@ -116,8 +122,8 @@ class Conversation:
         if argument and name != "rule":
             raise FlyJaxError(f"/{name} stands alone, without '{argument}'.")
         if name == "exact":
-            greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "truncate": None}
-            self._decode_with(self._given.replace(rule="exact", **greedy))
+            rule = "sampled" if self._given.sampling.temperature > 0 else "exact"
+            self._decode_with(self._given.replace(rule=rule, truncate=None))
         elif name == "rule":
             rule = argument.strip("'\"")
             self._decode_with(self._given.replace(rule=rule) if rule else self._given)
@@ -133,6 +139,7 @@ class Conversation:
     def _decode_with(self, config: DecodingConfig) -> None:
         config = proposing(self._values, config)
         config.to_rule()
+        self._models.check_drafting(config)
         if config != self._config and self._config in self._engines:
             self._engines[self._config].forget()
         self._config = config
@@ -163,8 +170,10 @@ class Conversation:
         text = self._pair.tokenizer.decode(shown, continues=True)
         self._messages = [*asked, {"role": "assistant", "content": text}]
         generation = state.generation
+        is_cut = generation.finish_reason == "length"
         say(
-            f"[{len(shown)} tokens, {generation.tokens_per_second:.0f} tokens/s, "
+            f"[{len(shown)} tokens{', cut off at the limit' if is_cut else ''}, "
+            f"{generation.tokens_per_second:.0f} tokens/s, "
             f"{generation.mean_accepted_tokens:.2f} mean accepted tokens, "
             f"{generation.num_rescued_tokens} rescued]"
         )
@@ -177,6 +186,9 @@ class Conversation:
         context = self._models.max_context
         if engine is None or engine.max_length < min(length, context):
             most = min(max(_LEAST_LENGTH, 1 << (length - 1).bit_length()), context)
-            engine = Engine.of(self._pair, self._config, num_slots=1, max_length=most, offline=True)
+            engine = Engine.of(
+                self._pair, self._config, num_slots=1, max_length=most, offline=True,
+                memory=self._memory,
+            )  # fmt: skip
             self._engines[self._config] = engine
         return engine

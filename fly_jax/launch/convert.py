@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, flag_group
 from fly_jax.parameters import parameter
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str]) -> None:
     if not values.target or not values.output:
         name = "output" if values.target else "target"
         raise FlyJaxError(f"convert needs --{name}; see python -m fly_jax.launch convert --help.")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, nor waited for
+    if not os.environ.get("JAX_PLATFORMS"):  # no accelerator is needed, nor waited for
+        jax.config.update("jax_platforms", "cpu")
     from fly_jax.models.checkpoints.source import resolve
     from fly_jax.models.checkpoints.write import convert  # starts JAX's own imports
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     rules = ("autoregressive", lossless, config.rule) if proposes else ("autoregressive",)
     decode = values.decode or rules
     others = [one for one in decode if one != DRAFT]
-    configs = decodings(others, config, proposes=proposes) if others else {}
+    configs = decodings(others, config, has_draft=values.has_draft) if others else {}
     if DRAFT in decode:
         configs[DRAFT] = config.without_draft().replace(truncate=None)  # which is the target's
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)

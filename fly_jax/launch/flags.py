@@ -317,7 +317,11 @@ class DecodingFlags:
             with joint_errors():  # all take process 0's file, as they do its prompts
                 read = load_config(self.config).to_dict() if process_id() == 0 else None
             config = DecodingConfig(**broadcast(read))
-        return config.replace(**dict(self.given))
+        given = dict(self.given)
+        # Who asks for draws alone means the lossless rule that draws.
+        if models and not self.config and config.rule == "exact" and given.get("temperature"):
+            given = {"rule": "sampled"} | given
+        return config.replace(**given)
 
 
 @flag_group("Sampling")

@@ -76,6 +76,8 @@ def _run(values: GenerateFlags) -> None:
     compares = values.compare or (not has_prompts and values.has_draft)
     config = _config(values, compares)
     inputs = open_inputs(values, config, values.prompt)
+    for one in config.side_by_side() if compares else ():
+        inputs.models.check_drafting(one)
     says = values.config or values.gives("rule")
     if not (values.has_draft or says or config.num_speculative_tokens):
         say(
@@ -168,6 +170,7 @@ def _decode(
             stack.callback(engine.memory.save, Path(learned))  # also where Ctrl-C ends it
         audit = None
         if values.audit is not None:
+            engine.forget()  # the caches, which decoding exactly needs before
             audit = stack.enter_context(_auditing(values, values.audit, pair, engine.spec, inputs))
         states = [engine.submit(request) for request in requests]
 
@@ -233,7 +236,7 @@ def _auditing(
         def add(index: int, generation: Generation) -> None:
             found = audited(
                 index, inputs.prompts[index].text, generation, pair.tokenizer, run,
-                has_window=rule.longest_window > 0, budget=budget, exact=own[index],
+                has_window=int(np.max(rule.strict_tail)) > 0, budget=budget, exact=own[index],
             )  # fmt: skip
             write_prompt(out, *found)
 
@@ -285,4 +288,4 @@ def _compare(
         pair, inputs.ids, rules, max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size, seed=values.seed, check=check, memory=memory,
     )  # fmt: skip
-    print(comparison.table(), file=sys.stderr if values.json else sys.stdout, flush=True)
+    (say if values.json else print)(comparison.table())

@@ -353,7 +353,7 @@ def _check_text(text: str, source: str) -> None:
 # Added to the seconds in which the service misses a process.
 _MARGIN_SECONDS = 15
 # The flags that may differ between the processes.
-_OF_ONE_PROCESS = {"compilation_cache", "weights_cache"}
+_OF_ONE_PROCESS = {"compilation_cache", "weights_cache", "api_key", "api_keys_file"}
 _OF_ONE_PROCESS |= {one.name for one in parameters_of(ProcessFlags)}
 
 

@@ -97,10 +97,11 @@ def detect_process(
 def _cluster_size() -> int:
     """The number of processes in the cluster; 1 where it answers nothing (notebooks)."""
     for cluster in ClusterEnv._cluster_types:
-        if not cluster.opt_in_only_method and cluster.is_env_present():
+        if not cluster.opt_in_only_method:
             try:
-                return cluster.get_process_count()
-            except Exception:  # whatever a missing metadata server, or its client, raises
+                if cluster.is_env_present():
+                    return cluster.get_process_count()
+            except Exception:  # whatever a missing metadata server, or a client's setup, raises
                 return 1
     return 1
 
@@ -188,11 +189,10 @@ def check_same(settings: dict[str, Json]) -> None:
     """Raises FlyJaxError on all processes unless all have the same settings; it names the first."""
     first = broadcast(settings)
     with joint_errors():
-        for name, wanted in first.items():
-            if settings[name] != wanted:
-                here, there = (
-                    "not given" if one is None else one for one in (settings[name], wanted)
-                )
+        for name in sorted(first.keys() | settings.keys()):  # of two commands, or two versions
+            mine, wanted = settings.get(name), first.get(name)
+            if mine != wanted:
+                here, there = ("not given" if one is None else one for one in (mine, wanted))
                 raise FlyJaxError(
                     f"--{name} is {here} here and {there} on process 0; all processes need the "
                     "same command: correct one of them."

@@ -247,7 +247,9 @@ def _train(kind: str) -> None:
         folder = directory / f"{kind}_{_LAYERS.value}_{wanted}"
         save_hf(made, folder, of=_TEACHER.value)
         carry_tokenizer(models.target.path, models.target.source, folder)
-        found[f"{_LAYERS.value} layers, {wanted}" if kind != "eagle3" else str(wanted)] = {
+        name = f"{_LAYERS.value} layers, {wanted}" if kind != "eagle3" else str(wanted)
+        found[name] = {
+            "machine": describe(),
             "answer_tokens": sum(len(one.tokens) - one.num_prompt for one in learned),
             "text_tokens": read,
             "documents": len(learned),
@@ -259,8 +261,8 @@ def _train(kind: str) -> None:
             "held_out": heads.mean_accepted_tokens(kind, made, held_out),
             "spec_bench": _measured(kind, made, heard, asked),
         }
-        results.write_text(json.dumps({"machine": describe()} | found, indent=2) + "\n")
-        print(kind, wanted, found[list(found)[-1]], flush=True)
+        results.write_text(json.dumps(found, indent=2) + "\n")
+        print(kind, name, found[name], flush=True)
 
 
 def _held_out(kind: str, held_out: list[Expected], head: Any) -> float:

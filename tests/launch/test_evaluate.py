@@ -188,7 +188,7 @@ def test_decodings_side_by_side(models: list[str], tmp_path: Path, ran: Ran) -> 
 def test_a_decoding_has_parameters_of_its_own() -> None:
     config = DecodingConfig(rule="fly", protect=(r"\d",), window_size=3)
     given = ["fly|margin:8,auto margin_gap=0.5 protect=", "fly boundary=defer risk_budget=2"]
-    one, other, last = (found := decodings(given, config, proposes=True)).values()
+    one, other, last = (found := decodings(given, config, has_draft=True)).values()
     assert next(iter(found)) == "fly|margin, K = 8, margin_gap=0.5, protect="
     assert [one.num_speculative_tokens, other.num_speculative_tokens] == [8, "auto"]
     assert one.to_rule() == Fly(window_size=3) | Margin(gap=0.5)

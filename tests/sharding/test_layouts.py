@@ -21,6 +21,7 @@ from refusals import assert_refused
 from fly_jax import FlyJaxError, preset
 from fly_jax.models.architectures import ParameterSpec, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.sharding import mesh
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import ProcessInfo, broadcast, detect_process, gather, joint_errors
 
@@ -169,7 +170,7 @@ def _machine(monkeypatch: Patch, count: int) -> list[SimpleNamespace]:
     """Has JAX see so many accelerators, and give those of a mesh for it; returns them."""
     devices = [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite") for _ in range(count)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(jax, "make_mesh", lambda *_, devices, **__: devices)
+    monkeypatch.setattr(mesh, "mesh_over", lambda devices, _: devices)
     return devices
 
 

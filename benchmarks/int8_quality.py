@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         convert(target, Path(temporary) / "int8", "int8")
         pair = load_pair(Path(temporary) / "int8", draft, dtype="float32")
-        assert pair.target.int8
+        assert pair.target.has_integers
         solved["int8"] = side_by_side(pair, worded, configs, batch_size=BATCH)
     base = solved["float32"].results[0]
     result: dict[str, Any] = {

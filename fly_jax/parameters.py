@@ -15,12 +15,9 @@ MOST_TOKENS = 2**20
 ParameterValue = int | float | bool | str | tuple[str, ...]
 MOST_INT, MOST_FLOAT = 2**31 - 1, 3.4e38  # of the types that devices compute with
 _NOUNS: dict[type, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
+    int: "a whole number", float: "a number", bool: "true or false", str: "a text",
     tuple: "a list of texts",
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -391,12 +391,9 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
         },
     }
     groups: dict[str, tuple[type, ...]] = {
-        "Decoding": (DecodingConfig, Drafting, Limits),
-        "Loosened rules": tuple(RULES.values()),
-        "Limits of loosened rules": (Budget,),
-        "Lookup": (Lookup,),
-        "Sampling": (Sampling,),
-    }
+        "Decoding": (DecodingConfig, Drafting, Limits), "Loosened rules": tuple(RULES.values()),
+        "Limits of loosened rules": (Budget,), "Lookup": (Lookup,), "Sampling": (Sampling,),
+    }  # fmt: skip
     return {
         group: tuple(
             dataclasses.replace(one, **here.get(one.name, {}))
@@ -466,19 +463,13 @@ def from_reference_json(values: Any) -> DecodingConfig:
     rule = "sampled" if given["temperature"] > 0 else "exact"
     rule = "fly" if given["enable_fly"] else rule
     return DecodingConfig(
-        rule=rule if given["use_sd"] else "autoregressive",
-        num_speculative_tokens=given["spd_k"],
-        entropy_threshold=given["entropy_thre"],
-        window_size=given["win_len"] if has_window else 0,
-        window="reference",
-        entropy="top_k",
-        entropy_top_k=3,
-        prompt_lookup_max=given["max_ngram_size"] if given["use_ngram"] else 0,
-        prompt_lookup_min=1,
-        prompt_lookup_tokens=given["num_ngram_pred_tokens"],
-        prompt_lookup_match="earliest",
+        rule=rule if given["use_sd"] else "autoregressive", num_speculative_tokens=given["spd_k"],
+        entropy_threshold=given["entropy_thre"], window_size=given["win_len"] if has_window else 0,
+        window="reference", entropy="top_k", entropy_top_k=3,
+        prompt_lookup_max=given["max_ngram_size"] if given["use_ngram"] else 0, prompt_lookup_min=1,
+        prompt_lookup_tokens=given["num_ngram_pred_tokens"], prompt_lookup_match="earliest",
         temperature=given["temperature"],
-    )
+    )  # fmt: skip
 
 
 _REFERENCE_DEFAULTS: dict[str, Any] = {
@@ -594,16 +585,11 @@ class RoundSpec:
             k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
         rule, sizes, levels = config.to_rule(), config.drafting, num_drafts - 1 if k else 0
         static = RoundStatic(
-            num_speculative_tokens=k,
-            lookup=config.to_lookup(),
-            eos_token_ids=eos_token_ids,
-            rounds_per_dispatch=rounds_per_dispatch,
-            depths=depths,
-            reports_mismatches=config.limits.csd_online and rule.uses_memory,
-            audits=audits,
+            num_speculative_tokens=k, lookup=config.to_lookup(), eos_token_ids=eos_token_ids,
+            rounds_per_dispatch=rounds_per_dispatch, depths=depths,
+            reports_mismatches=config.limits.csd_online and rule.uses_memory, audits=audits,
             deferred_window=rule.longest_window if sizes.boundary == "defer" else 0,
             level_speculative_tokens=(sizes.level_speculative_tokens,) * levels,
-            level_margin=sizes.level_margin,
-            draft_confidence=sizes.draft_confidence,
-        )
+            level_margin=sizes.level_margin, draft_confidence=sizes.draft_confidence,
+        )  # fmt: skip
         return cls(rule, static, config.to_sampling())

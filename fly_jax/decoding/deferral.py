@@ -65,13 +65,11 @@ def no_windows(rows: int, window_size: int, reports: bool, num_top: int = 0) -> 
     zeros = jnp.zeros((rows,), jnp.int32)
     provisional = most_provisional(window_size)
     return OpenWindow(
-        start=zeros,
-        replacement=zeros,
-        remaining=zeros,
+        start=zeros, replacement=zeros, remaining=zeros,
         why=jnp.zeros((rows, provisional), jnp.int8),
         reports=no_reports(rows, provisional, num_top) if reports else None,
         regret=jnp.zeros((rows,), jnp.float32),
-    )
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +83,9 @@ class Deferral:
 
 
 def defer(
-    verdict: Verdict,
-    seen: TargetEvidence,
-    stats: AcceptanceStats,
-    room: RowInts,
-    num_drafted: RowInts,
-    window_size: int,
-) -> tuple[Verdict, Deferral]:
+    verdict: Verdict, seen: TargetEvidence, stats: AcceptanceStats, room: RowInts,
+    num_drafted: RowInts, window_size: int,
+) -> tuple[Verdict, Deferral]:  # fmt: skip
     """Keeps blocks whole whose first refused mismatch is worth a provisional rescue: see `pays`.
 
     `verdict` is the rule's alone, and `room` the tokens that each row may still emit.
@@ -114,13 +108,11 @@ def defer(
     gap = seen.gap[:, :num_draft]
     bonus = taken(seen.replacement, num_drafted)
     whole = dataclasses.replace(
-        verdict,
-        num_accepted=jnp.where(is_new, num_drafted, index),
+        verdict, num_accepted=jnp.where(is_new, num_drafted, index),
         next_token=jnp.where(is_new, bonus, verdict.next_token),
-        next_why=jnp.where(is_new, Why.BONUS.value, verdict.next_why).astype(jnp.int8),
-        why=kept,
+        next_why=jnp.where(is_new, Why.BONUS.value, verdict.next_why).astype(jnp.int8), why=kept,
         regret=None if verdict.regret is None else jnp.where(here, gap, verdict.regret),
-    )
+    )  # fmt: skip
     regret = jnp.where(is_new, taken(gap, at), 0)
     return whole, Deferral(is_new, index, jnp.where(is_new, remaining, 0), regret)
 

@@ -23,8 +23,7 @@ from fly_jax.decoding.config import (
 from fly_jax.decoding.drafters.block_draft import BlockDraft
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.head_draft import HeadDraft
-from fly_jax.decoding.drafters.hybrid import HybridDraft
-from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import HybridDraft, Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.errors import FlyJaxError, check_unicode
@@ -130,13 +129,9 @@ class Pair:
         return config if drafts and proposes else config.without_draft()
 
     def spec(
-        self,
-        config: DecodingConfig | None = None,
-        *,
-        rounds_per_dispatch: int | None = None,
-        audits: bool = False,
-        **given: Any,
-    ) -> RoundSpec:
+        self, config: DecodingConfig | None = None, *, rounds_per_dispatch: int | None = None,
+        audits: bool = False, **given: Any,
+    ) -> RoundSpec:  # fmt: skip
         """The spec of the rounds; see `config` for what may be given.
 
         `rounds_per_dispatch` are rounds before tokens leave the device; None takes 4 for a small
@@ -147,12 +142,9 @@ class Pair:
         is_short = jax.default_backend() == "cpu" and not self.target.is_large
         most = (4 if is_short else 1) if rounds_per_dispatch is None else rounds_per_dispatch
         return RoundSpec.of(
-            self.config(config, **given),
-            num_drafts=len(self.drafts),
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            rounds_per_dispatch=most,
-            audits=audits,
-        )
+            self.config(config, **given), num_drafts=len(self.drafts),
+            eos_token_ids=self.tokenizer.eos_token_ids, rounds_per_dispatch=most, audits=audits,
+        )  # fmt: skip
 
     def proposing(self, spec: RoundSpec) -> Sequence[Llama] | Drafter:
         """The draft models of rounds of this kind, or the drafter in their place."""
@@ -237,12 +229,9 @@ class OpenPair:
 
 
 def open_pair(
-    target: str | Path | None = None,
-    draft: str | Path | Sequence[str | Path] | None = None,
-    *,
-    revision: str | None = None,
-    draft_parallel: int | None = None,
-) -> OpenPair:
+    target: str | Path | None = None, draft: str | Path | Sequence[str | Path] | None = None, *,
+    revision: str | None = None, draft_parallel: int | None = None,
+) -> OpenPair:  # fmt: skip
     """Finds the models that `load_pair` is given, and checks all it can without reading a weight.
 
     With `draft_parallel` the last draft model drafts in one pass, with this as its `pard_token`.
@@ -289,15 +278,11 @@ def open_pair(
 
 def load_pair(
     target: str | Path | OpenPair | None = None,
-    draft: str | Path | Sequence[str | Path] | None = None,
-    *,
-    revision: str | None = None,
-    mesh: str | MeshSpec | Mesh = "1x1",
-    dtype: Dtype | None = None,
-    workload: Workload | None = None,
-    weights_cache: str | Path | None = "off",
+    draft: str | Path | Sequence[str | Path] | None = None, *, revision: str | None = None,
+    mesh: str | MeshSpec | Mesh = "1x1", dtype: Dtype | None = None,
+    workload: Workload | None = None, weights_cache: str | Path | None = "off",
     say: Say = warnings.warn,
-) -> Pair:
+) -> Pair:  # fmt: skip
     """Loads a target and its draft model straight into a mesh.
 
     FlyJaxError for a checkpoint that is missing or broken, two vocabularies, or a mesh that does
@@ -505,7 +490,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}
         made = kind(model.parameters(), **given)
         in_front = static.lookup if kind is not DraftModel else None
-        drafter = made if in_front is None else HybridDraft(made, in_front)
+        drafter = made if in_front is None else HybridDraft(made, in_front, model.layout)
     return drafter
 
 

@@ -284,17 +284,14 @@ class _Shapes:
 def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows) -> DecodeState:
     number, dtype = len(rows.text), shapes.cache_dtype
     state = DecodeState(
-        tokens=rows.text,
-        length=rows.lengths,
-        limit=rows.limits,
+        tokens=rows.text, length=rows.lengths, limit=rows.limits,
         finished=rows.lengths >= rows.limits,
         target=empty_cache(shapes.config, number, positions, dtype, shapes.layout),
         drafter=None if drafter is None else drafter.init(number, positions, dtype),
-        keys=jax.vmap(jax.random.key)(rows.seeds),
-        rule=RuleState(rows.budget),
+        keys=jax.vmap(jax.random.key)(rows.seeds), rule=RuleState(rows.budget),
         stats=None if rows.costs is None else initial_stats(number, rows.costs),
         window=None if shapes.windows is None else no_windows(number, *shapes.windows),
-    )
+    )  # fmt: skip
     return _whole_numbers(shapes.layout, state)
 
 
@@ -319,13 +316,11 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
     """A state of another number of rows, for its shapes."""
     zeros = jnp.zeros(number, jnp.int32)
     rows = Rows(
-        text=jnp.zeros((number, state.tokens.shape[1]), jnp.int32),
-        lengths=zeros,
-        limits=zeros,
+        text=jnp.zeros((number, state.tokens.shape[1]), jnp.int32), lengths=zeros, limits=zeros,
         seeds=zeros.astype(jnp.uint32),
         budget=None if state.rule.budget is None else zeros.astype(jnp.float32),
         costs=None if state.stats is None else state.stats.costs,
-    )
+    )  # fmt: skip
     return _begin(shapes, state.target.capacity, drafter, rows)
 
 
@@ -340,13 +335,9 @@ def _row_axes(shapes: _Shapes, drafter: Drafter | None, state: DecodeState) -> l
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("some",))
 def _copy_row(
-    shapes: _Shapes,
-    drafter: Drafter | None,
-    some: DecodeState,
-    state: DecodeState,
-    row: Index,
+    shapes: _Shapes, drafter: Drafter | None, some: DecodeState, state: DecodeState, row: Index,
     at: Index,
-) -> DecodeState:
+) -> DecodeState:  # fmt: skip
     axes = _row_axes(shapes, drafter, some)
 
     def copied(axis: int | None, mine: Array, theirs: Array) -> Array:
@@ -371,12 +362,9 @@ def _copy_row(
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
 def _insert(
-    shapes: _Shapes,
-    drafter: Drafter | None,
-    state: DecodeState,
-    some: DecodeState,
+    shapes: _Shapes, drafter: Drafter | None, state: DecodeState, some: DecodeState,
     slots: Int[Array, " few"],
-) -> tuple[DecodeState, Array]:
+) -> tuple[DecodeState, Array]:  # fmt: skip
     axes = _row_axes(shapes, drafter, state)
     places = [jax.lax.index_in_dim(slots, at, keepdims=False) for at in range(len(slots))]
 

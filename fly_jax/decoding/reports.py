@@ -42,24 +42,19 @@ class Reports:
 
 
 def report(
-    draft_tokens: DraftTokens,
-    seen: TargetEvidence,
-    verdict: Int[Array, "rows draft"],
-    why: Int[Array, "rows block"],
-    deferred: DraftFlags | None = None,
-) -> Reports:
+    draft_tokens: DraftTokens, seen: TargetEvidence, verdict: Int[Array, "rows draft"],
+    why: Int[Array, "rows block"], deferred: DraftFlags | None = None,
+) -> Reports:  # fmt: skip
     """The reports of a block; `why` is the `Why` of each of its tokens."""
     is_bonus, pad = why == Why.BONUS.value, ((0, 0), (0, 1))
     return Reports(
         draft=jnp.where(is_bonus, _NO_DRAFT, jnp.pad(draft_tokens, pad)).astype(jnp.int32),
-        choice=seen.argmax,
-        draft_log_prob=seen.log_prob,
+        choice=seen.argmax, draft_log_prob=seen.log_prob,
         choice_log_prob=seen.argmax_logit - seen.log_sum_exp,
         entropy=jnp.zeros_like(seen.log_sum_exp) if seen.entropy is None else seen.entropy,
         verdict=jnp.where(is_bonus, Why.BONUS.value, jnp.pad(verdict, pad)).astype(jnp.int8),
-        deferred=None if deferred is None else jnp.pad(deferred, pad),
-        top=seen.top,
-    )
+        deferred=None if deferred is None else jnp.pad(deferred, pad), top=seen.top,
+    )  # fmt: skip
 
 
 def no_reports(rows: int, tokens: int, num_top: int) -> Reports:

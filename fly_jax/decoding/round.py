@@ -115,23 +115,16 @@ class RoundProgram:
         rescued = counts & (settled.why == Why.RESCUED)
         matched = counts & (settled.why == Why.MATCHED)
         output = RoundOutput(
-            tokens=settled.tokens,
-            why=settled.why,
-            count=settled.count,
-            live=live,
+            tokens=settled.tokens, why=settled.why, count=settled.count, live=live,
             num_drafted=jnp.where(live, draft.num_drafted, 0),
             num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
             num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
             num_draft_passes=draft.num_passes[0] if draft.num_passes.size else jnp.int32(0),
-            finished=state.finished,
-            reports=settled.reports,
-            budget=state.rule.budget,
-            rolled_back=settled.rolled_back,
-            depth=depth,
-            expected=expected,
+            finished=state.finished, reports=settled.reports, budget=state.rule.budget,
+            rolled_back=settled.rolled_back, depth=depth, expected=expected,
             draft_tokens=draft.tokens if static.reports_evidence else None,
             evidence=seen if static.reports_evidence else None,
-        )
+        )  # fmt: skip
         return state, jax.tree.map(lambda leaf: leaf[None], output)
 
     def _depth(
@@ -254,14 +247,10 @@ class RoundProgram:
             rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
         ends_anew = self._is_end(left.window.replacement) | (left.length >= state.limit)
         state = dataclasses.replace(
-            state,
-            tokens=left.text,
-            length=left.length,
-            finished=jnp.where(left.emitted.rolled_back, ends_anew, state.finished),
-            rule=rule,
-            stats=stats,
-            window=left.window,
-        )
+            state, tokens=left.text, length=left.length,
+            finished=jnp.where(left.emitted.rolled_back, ends_anew, state.finished), rule=rule,
+            stats=stats, window=left.window,
+        )  # fmt: skip
         return state, left.emitted
 
     def _append(

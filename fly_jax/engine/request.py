@@ -274,19 +274,13 @@ def check_request(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
             "answer; shorten it, or raise max_length."
         )
-    whole = [request.seed, *(request.protected_token_ids or ())]
-    if not all(isinstance(one, numbers.Integral) for one in whole):
+    whole, drawn = [request.seed, *(request.protected_token_ids or ())], request.sampling
+    is_one = isinstance(drawn, Sampling | None) and not any(map(np.ndim, jax.tree.leaves(drawn)))
+    if not (is_one and all(isinstance(one, numbers.Integral) for one in whole)):
         raise FlyJaxError(
-            f"A request has seed={request.seed!r} and protected_token_ids="
-            f"{request.protected_token_ids!r}; they must be whole numbers: correct them."
-        )
-    drawn = request.sampling
-    if not (drawn is None or isinstance(drawn, Sampling)) or any(
-        map(np.ndim, jax.tree.leaves(drawn))
-    ):
-        raise FlyJaxError(
-            f"A request has sampling={drawn!r}; it must be None, or Sampling with one number for "
-            "each parameter, such as Sampling(0.7): correct it."
+            f"A request has seed={request.seed!r}, sampling={drawn!r} and protected_token_ids="
+            f"{request.protected_token_ids!r}; seed and ids are whole numbers, and sampling None "
+            "or a Sampling with one number for each parameter: correct them."
         )
     if isinstance(stop, str) or not all(stop):
         raise FlyJaxError(

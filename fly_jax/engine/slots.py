@@ -205,13 +205,9 @@ class RowInputs:
     """The numbers that rounds read of each slot, put on the devices when they have changed."""
 
     def __init__(
-        self,
-        programs: Programs,
-        spec: RoundSpec,
-        rules: Sequence[Rule] | None,
-        protected_token_ids: Sequence[int],
-        num_slots: int,
-    ) -> None:
+        self, programs: Programs, spec: RoundSpec, rules: Sequence[Rule] | None,
+        protected_token_ids: Sequence[int], num_slots: int,
+    ) -> None:  # fmt: skip
         """Begins with free slots; the ends of text are protected for all requests.
 
         Of every other kind but the lossless one there is one in `rules`; None where all requests

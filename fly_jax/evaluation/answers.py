@@ -137,18 +137,14 @@ def prompt_digest(prompt: Sequence[int]) -> str:
 def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -> dict[str, Any]:
     one = state.generation
     return {
-        "task": item.task,
-        "item": item.name,
-        "decoding": decoding,
-        "prompt": prompt_digest(one.prompt_token_ids),
-        "pieces": pieces,
+        "task": item.task, "item": item.name, "decoding": decoding,
+        "prompt": prompt_digest(one.prompt_token_ids), "pieces": pieces,
         "why": "".join(why.letter for why in one.why),
         "regret": [round(of.regret or 0, 4) for of in one.reports if of.why is Why.RESCUED],
-        "token_ids": one.token_ids,
-        "num_rounds": one.num_rounds,
+        "token_ids": one.token_ids, "num_rounds": one.num_rounds,
         "finish_reason": one.finish_reason,
         "is_right": TASKS[item.task].is_right(item.record, "".join(pieces)),
-    }
+    }  # fmt: skip
 
 
 def support(config: DecodingConfig) -> str | None:
@@ -195,11 +191,9 @@ def figures(
                 "rescued_per_100_tokens": 100 * len(kinds) / max(tokens, 1),
                 "rescued_by_class": dict(rescued),
                 "regret_per_100_tokens": 100 * sum(nats) / max(tokens, 1) if is_known else None,
-                "regret_by_class": of_kind,
-                "support": support(config),
-                "is_truncated": config.truncate is not None,
-                "same_text": sum(same) / len(same),
-            }
+                "regret_by_class": of_kind, "support": support(config),
+                "is_truncated": config.truncate is not None, "same_text": sum(same) / len(same),
+            }  # fmt: skip
         compare_decodings(found[task], margin)
     return found
 

@@ -141,38 +141,26 @@ def audited(
             if report.deferred:
                 window = "completed" if report.refused_by is None else "failed"
             one = Mismatch(
-                **{name: getattr(report, name) for name in _SAID},
-                prompt=index,
-                position=position,
+                **{name: getattr(report, name) for name in _SAID}, prompt=index, position=position,
                 draft_text=tokenizer.token_text(report.draft_id),
                 choice_text=tokenizer.token_text(report.choice_id),
-                entropy_measure=run.entropy_measure,
-                window=window,
-                refused_by=refused_by(report),
-                rule=run.rule,
-                regret=report.regret if report.draft_probability > 0 else None,
+                entropy_measure=run.entropy_measure, window=window, refused_by=refused_by(report),
+                rule=run.rule, regret=report.regret if report.draft_probability > 0 else None,
                 budget_left=None if budget is None else max(budget - spent, 0.0),
                 context=before[-_CONTEXT_CHARACTERS:],
-            )
+            )  # fmt: skip
             mismatches.append(one)
         before = (before + text)[-_CONTEXT_CHARACTERS:]
     text, answer = _ended(generation, tokenizer)
     exact_text, exact_answer = (None, None) if exact is None else _ended(exact, tokenizer)
     return mismatches, Continuation(
-        prompt=index,
-        prompt_text=prompt,
-        token_ids=list(ids),
-        token_texts=texts,
+        prompt=index, prompt_text=prompt, token_ids=list(ids), token_texts=texts,
         why="".join(report.why.letter for report in reports),
         choice_probabilities=[report.choice_probability for report in reports],
-        entropies=[report.entropy for report in reports],
-        text=text,
-        answer=answer,
-        finish_reason=generation.finish_reason,
-        num_rounds=generation.num_rounds,
-        exact_text=exact_text,
-        exact_answer=exact_answer,
-    )
+        entropies=[report.entropy for report in reports], text=text, answer=answer,
+        finish_reason=generation.finish_reason, num_rounds=generation.num_rounds,
+        exact_text=exact_text, exact_answer=exact_answer,
+    )  # fmt: skip
 
 
 def _ended(generation: Generation, tokenizer: Tokenizer) -> tuple[str, str | None]:

@@ -12,14 +12,12 @@ from fly_jax.evaluation.audit_file import Audit, Mismatch
 
 # In order: a pair is of the first class that one of its two tokens belongs to.
 CLASSES = {
-    "digits": "has a digit",
-    "capitalised": "begins with a capital: names, and starts of sentences",
+    "digits": "has a digit", "capitalised": "begins with a capital: names, and starts of sentences",
     "identifiers": "has an underscore, or a capital within",
     "operators": "of + - * / % = < > & | ^ ~ @ ! only",
-    "punctuation": "other signs without a letter",
-    "white space": "nothing else",
+    "punctuation": "other signs without a letter", "white space": "nothing else",
     "words": "all other words: wording, synonyms",
-}
+}  # fmt: skip
 _OPERATORS = frozenset("+-*/%=<>&|^~@!")
 _IDENTIFIER = re.compile(r"_|[a-z][A-Z]")
 
@@ -98,32 +96,25 @@ def summarise(audit: Audit) -> Summary:
     texts = collections.defaultdict(list)
     for one in rescues:
         texts[one.draft_text, one.choice_text].append(one)
-    classes = {}
-    for name in CLASSES:
-        kept = [one for one in rescues if pair_class(one) == name]
-        num_refused = sum(pair_class(one) == name for one in refusals)
-        if kept or num_refused:
-            classes[name] = ClassCount(len(kept), num_refused, _mean(kept))
+    kinds = collections.defaultdict[str, tuple[list[Mismatch], list[Mismatch]]](lambda: ([], []))
+    for one in audit.mismatches:
+        kinds[pair_class(one)][not one.is_rescue].append(one)
+    found = {name: kinds[name] for name in CLASSES if name in kinds}
+    classes = {name: ClassCount(len(a), len(b), _mean(a)) for name, (a, b) in found.items()}
     known = [one for one in audit.continuations.values() if one.exact_text is not None]
     ended = [one for one in known if None not in (one.answer, one.exact_answer)]
     tokens = sum(len(one.token_ids) for one in audit.continuations.values())
     return Summary(
-        rule=audit.run.rule,
-        prompts=len(audit.continuations),
-        tokens=tokens,
-        rescues=len(rescues),
+        rule=audit.run.rule, prompts=len(audit.continuations), tokens=tokens, rescues=len(rescues),
         regret=_sum(rescues),
         pairs=tuple(sorted(map(_pair, texts.values()), key=lambda one: (-one.count, one.draft))),
-        classes=classes,
-        windows=_counted(one.window or "none" for one in rescues),
+        classes=classes, windows=_counted(one.window or "none" for one in rescues),
         windows_failed=sum(one.window == "failed" for one in refusals),
-        refusals=_counted(one.refused_by or "" for one in refusals),
-        compared=len(known),
-        texts_differ=sum(one.text != one.exact_text for one in known),
-        answered=len(ended),
+        refusals=_counted(one.refused_by or "" for one in refusals), compared=len(known),
+        texts_differ=sum(one.text != one.exact_text for one in known), answered=len(ended),
         answers_differ=sum(one.answer != one.exact_answer for one in ended),
         rescues_per_100_tokens=100 * len(rescues) / max(tokens, 1),
-    )
+    )  # fmt: skip
 
 
 def _pair(found: Sequence[Mismatch]) -> PairCount:

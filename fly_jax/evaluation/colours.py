@@ -7,11 +7,9 @@ from pathlib import Path
 from fly_jax.verification.rules import Why
 
 WORDS = {
-    Why.MATCHED: "matched",
-    Why.RESCUED: "rescued mismatch",
-    Why.CORRECTED: "target's correction",
+    Why.MATCHED: "matched", Why.RESCUED: "rescued mismatch", Why.CORRECTED: "target's correction",
     Why.BONUS: "bonus token",
-}
+}  # fmt: skip
 MEANINGS = {
     Why.MATCHED: "draft and target agreed",
     Why.RESCUED: "the draft's token was kept although the target would have written another",

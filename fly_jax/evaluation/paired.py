@@ -45,16 +45,11 @@ def compare_paired(base: Verdicts, other: Verdicts, margin: float) -> dict[str, 
     if needed is not None and needed <= number:  # a difference of just the margin decides nothing
         needed = math.ceil((_Z / score) ** 2) if score else None
     return {
-        "retention": kept and kept[0],
-        "low": kept and kept[1],
-        "high": kept and kept[2],
-        "points": 100 * (gained - lost) / number,
-        "gained": gained,
-        "lost": lost,
-        "mcnemar_p": mcnemar(gained, lost),
-        "verdict": verdict,
+        "retention": kept and kept[0], "low": kept and kept[1], "high": kept and kept[2],
+        "points": 100 * (gained - lost) / number, "gained": gained, "lost": lost,
+        "mcnemar_p": mcnemar(gained, lost), "verdict": verdict,
         "items_to_decide": needed if verdict == "undecided" else None,
-    }
+    }  # fmt: skip
 
 
 def mcnemar(gained: int, lost: int) -> float:

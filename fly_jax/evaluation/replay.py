@@ -71,11 +71,9 @@ def record(
 
 
 def _of_dispatch(
-    output: RoundOutput,
-    occupants: Sequence[RequestState | None],
-    numbers: Mapping[RequestState, int],
-    max_length: int,
-) -> dict[str, Any]:
+    output: RoundOutput, occupants: Sequence[RequestState | None],
+    numbers: Mapping[RequestState, int], max_length: int,
+) -> dict[str, Any]:  # fmt: skip
     """The fields of `Rounds` for one dispatch, by the prompts' numbers of its occupants."""
     fields = ("draft_tokens", "evidence", "num_drafted", "why", "count")
     found: dict[str, Any] = {name: getattr(output, name) for name in fields}

@@ -187,10 +187,7 @@ def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
             check_instructions(one, f"{path}, line {number}")
     items = [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]
     if twice := [one for one, times in Counter(item.name for item in items).items() if times > 1]:
-        raise FlyJaxError(
-            f"{path} has {twice[0]} more than once, as two files put together have; give the set's "
-            "own file."
-        )
+        raise FlyJaxError(f"{path} has {twice[0]} more than once; give the set's own file.")
     return items
 
 

@@ -23,13 +23,9 @@ from fly_jax.verification.verify import verify
 
 
 def predictions(
-    rule: Rule,
-    draft_tokens: Int[Array, " tokens"],
-    target_logits: Float[Array, "tokens vocab"],
-    *,
-    num_draft_tokens: int,
-    protected: Bool[Array, " vocab"] | None = None,
-) -> Int32[Array, " tokens"]:
+    rule: Rule, draft_tokens: Int[Array, " tokens"], target_logits: Float[Array, "tokens vocab"], *,
+    num_draft_tokens: int, protected: Bool[Array, " vocab"] | None = None,
+) -> Int32[Array, " tokens"]:  # fmt: skip
     """The target's tokens, with the draft's own where the rule rescues it. Pure; for greedy rows.
 
     A comparison of drafts with the target's argmax then keeps what the rule keeps.

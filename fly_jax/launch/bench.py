@@ -99,15 +99,10 @@ def _run(values: _BenchFlags) -> None:
         return
     print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)
     result = {
-        "machine": describe(),
-        "target": values.target or "embedded",
-        "draft": list(values.draft),
+        "machine": describe(), "target": values.target or "embedded", "draft": list(values.draft),
         "dtype": values.dtype or inputs.models.default_dtype(inputs.mesh.size),
-        "decoding": unusual(config),
-        "prompts": len(kept),
-        **sizes,
-        "decodings": found.to_dict(),
-    }
+        "decoding": unusual(config), "prompts": len(kept), **sizes, "decodings": found.to_dict(),
+    }  # fmt: skip
     if values.json:
         print(json.dumps(result), flush=True)
     if values.picture is not None:

@@ -110,15 +110,10 @@ def main(arguments: Sequence[str]) -> None:
     found = figures(answers, items, configs, values.margin)
     runs_code = any(TASKS[one.task].runs_code for one in items)
     result = {
-        "machine": describe(),
-        "target": values.target or "embedded",
-        "draft": list(values.draft),
-        "dtype": setting["dtype"],
-        "setting": setting,
-        "margin": values.margin,
-        "code_was_kept_in_by": judge("").isolation if runs_code else None,
-        "tasks": found,
-    }
+        "machine": describe(), "target": values.target or "embedded", "draft": list(values.draft),
+        "dtype": setting["dtype"], "setting": setting, "margin": values.margin,
+        "code_was_kept_in_by": judge("").isolation if runs_code else None, "tasks": found,
+    }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
     if values.json:
@@ -165,9 +160,7 @@ def _setting(
     named = models.drafter or models.self_draft
     return {
         "target": identity(models.target.path),
-        "draft": named or [identity(one.path) for one in models.drafts],
-        "dtype": dtype,
-        "decoding": unusual(config),
-        "draft_parallel": values.draft_parallel,
+        "draft": named or [identity(one.path) for one in models.drafts], "dtype": dtype,
+        "decoding": unusual(config), "draft_parallel": values.draft_parallel,
         **{name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "seed")},
-    }
+    }  # fmt: skip

@@ -249,15 +249,12 @@ def _record(
     risk = {} if generation.regret is None else {"regret": generation.regret}
     return {
         **({"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}),
-        "prompt_token_ids": list(generation.prompt_token_ids),
-        "token_ids": generation.token_ids,
+        "prompt_token_ids": list(generation.prompt_token_ids), "token_ids": generation.token_ids,
         "text": pair.tokenizer.decode(generation.token_ids, continues=True),
-        "finish_reason": generation.finish_reason,
-        "rule": config.rule,
+        "finish_reason": generation.finish_reason, "rule": config.rule,
         **{name: getattr(generation, name) for name in _COUNTED},
-        "why": "".join(why.letter for why in generation.why),
-        **risk,
-    }
+        "why": "".join(why.letter for why in generation.why), **risk,
+    }  # fmt: skip
 
 
 def _summary(number: int, total: int, generation: Generation) -> str:

@@ -21,14 +21,10 @@ def page(audit: Audit, index: int) -> str:
     """The page of one prompt: it loads and runs nothing, and a model's text is never markup."""
     mismatches = {one.position: one for one in audit.mismatches if one.prompt == index}
     return rendered(
-        "page.html",
-        title=f"Prompt {index + 1}: why each token stands there",
-        windows=_WINDOWS,
-        run=audit.run,
-        one=audit.continuations[index],
-        mismatches=mismatches,
+        "page.html", title=f"Prompt {index + 1}: why each token stands there", windows=_WINDOWS,
+        run=audit.run, one=audit.continuations[index], mismatches=mismatches,
         rescued=sum(one.is_rescue for one in mismatches.values()),
-    )
+    )  # fmt: skip
 
 
 def rendered(template: str, **given: object) -> str:

@@ -123,19 +123,13 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
     audits = values.audits or values.serve
     same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
-        target=_config(values.target),
-        draft=_config(values.target if own else draft),
-        below=tuple(map(_config, below)),
-        chip=chip_named(values.chip),
-        mesh=parse_mesh(values.mesh),
-        int8=values.dtype == "int8",
-        self_draft=own,
+        target=_config(values.target), draft=_config(values.target if own else draft),
+        below=tuple(map(_config, below)), chip=chip_named(values.chip),
+        mesh=parse_mesh(values.mesh), int8=values.dtype == "int8", self_draft=own,
         rows=values.batch_size,
         rounds=RoundSpec.of(config, num_drafts=1 + len(below), audits=audits),
-        compiles=values.compile,
-        **served,
-        **{name: getattr(values, name) for name in same},
-    )
+        compiles=values.compile, **served, **{name: getattr(values, name) for name in same},
+    )  # fmt: skip
 
 
 def _config(name: str) -> LlamaConfig:

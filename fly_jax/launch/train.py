@@ -144,13 +144,10 @@ def _make_head(values: _TrainFlags) -> None:
     held_out = [heard[at] for at in places]
     learned = [one for at, one in enumerate(heard) if at not in places] or heard
     made = train(
-        recipe,
-        functools.partial(expectations.batches, learned, recipe),
-        checkpoints,
-        start=start,
+        recipe, functools.partial(expectations.batches, learned, recipe), checkpoints, start=start,
         measured=lambda one: heads.mean_accepted_tokens(values.head, one, held_out),
         steps_per_checkpoint=heads.steps_per_checkpoint(recipe),
-    )
+    )  # fmt: skip
     folder = directory / values.head
     save_hf(made, folder, of=values.teacher)
     carry_tokenizer(opened.target.path, opened.target.source, folder)

@@ -21,15 +21,11 @@ from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
 # The names in `config.json` of sizes, and of all that is read and written unchanged.
 _SIZES = {
-    "vocab_size": "vocab_size",
-    "embed_size": "hidden_size",
-    "ffw_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_size": "head_dim",
+    "vocab_size": "vocab_size", "embed_size": "hidden_size", "ffw_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_size": "head_dim",
     "max_context": "max_position_embeddings",
-}
+}  # fmt: skip
 _OF_DRAFTERS = ("draft_vocab_size", "pard_token")
 _STRETCHED = {"factor": "factor", "original_context": "original_max_position_embeddings"}
 _LLAMA3_SCALING = {
@@ -37,11 +33,9 @@ _LLAMA3_SCALING = {
     "high_frequency_factor": "high_freq_factor",
 } | _STRETCHED
 _YARN_SCALING = _STRETCHED | {
-    "attention_factor": "attention_factor",
-    "fast_turns": "beta_fast",
-    "slow_turns": "beta_slow",
+    "attention_factor": "attention_factor", "fast_turns": "beta_fast", "slow_turns": "beta_slow",
     "truncate": "truncate",
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -336,20 +330,14 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             stretched = int(scaling.factor * scaling.original_context)
             sizes["max_context"] = max(sizes["max_context"], stretched)
         return LlamaConfig(
-            **sizes,
-            rope_theta=float(theta),
-            rope_scaling=scaling,
+            **sizes, rope_theta=float(theta), rope_scaling=scaling,
             norm_epsilon=float(hf.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=_token_ids(hf.get("eos_token_id")),
-            architecture=name,
-            draft_vocab_size=hf.get("draft_vocab_size"),
-            pard_token=hf.get("pard_token"),
-            head=head,
-            **architecture.fields,
+            bos_token_id=hf.get("bos_token_id"), eos_token_ids=_token_ids(hf.get("eos_token_id")),
+            architecture=name, draft_vocab_size=hf.get("draft_vocab_size"),
+            pard_token=hf.get("pard_token"), head=head, **architecture.fields,
             **(architecture.read(hf, sizes["num_layers"]) | of_head),
-        )
+        )  # fmt: skip
     except KeyError as error:
         raise FlyJaxError(
             f"{source} lacks the field {error}; a checkpoint of this type needs it: "
@@ -379,21 +367,16 @@ def config_fields(config: LlamaConfig) -> Fields:
         rope = {"rope_type": kind, **values}
     eos = config.eos_token_ids
     return {
-        "architectures": [architecture.class_name],
-        "model_type": architecture.name,
-        **{theirs: getattr(config, own) for own, theirs in _SIZES.items()},
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
+        "architectures": [architecture.class_name], "model_type": architecture.name,
+        **{theirs: getattr(config, own) for own, theirs in _SIZES.items()}, "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon, "rope_theta": config.rope_theta,
         "rope_scaling": rope if scaling is not None else None,
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": config.bos_token_id,
+        "tie_word_embeddings": config.tied_embeddings, "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
         **{name: getattr(config, name) for name in _OF_DRAFTERS if getattr(config, name)},
-        **dict.fromkeys(architecture.refused, False),
-        **architecture.written(config),
-    }
+        **dict.fromkeys(architecture.refused, False), **architecture.written(config),
+    }  # fmt: skip
 
 
 _ROPE_FIELDS = {
@@ -445,11 +428,9 @@ def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | Ya
     return YarnScaling(
         factor=factor,
         original_context=int(rope.get("original_max_position_embeddings") or max_context),
-        attention_factor=float(attention_factor),
-        fast_turns=float(rope.get("beta_fast") or 32),
-        slow_turns=float(rope.get("beta_slow") or 1),
-        truncate=bool(rope.get("truncate", True)),
-    )
+        attention_factor=float(attention_factor), fast_turns=float(rope.get("beta_fast") or 32),
+        slow_turns=float(rope.get("beta_slow") or 1), truncate=bool(rope.get("truncate", True)),
+    )  # fmt: skip
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -511,32 +492,25 @@ def parameter_specs(
     embedding's outputs are its rows, which suits both its uses.
     """
     sizes = {
-        "layers": config.num_layers,
-        "vocab": config.draft_vocab_size or config.vocab_size,
-        "embed": config.embed_size,
-        "ffw": config.ffw_size,
-        "q_heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head": config.head_size,
-    }
+        "layers": config.num_layers, "vocab": config.draft_vocab_size or config.vocab_size,
+        "embed": config.embed_size, "ffw": config.ffw_size, "q_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads, "head": config.head_size,
+    }  # fmt: skip
 
     def spec(axes: str, inputs: str = "") -> ParameterSpec:
         names = tuple(axes.split())
         return ParameterSpec(tuple(sizes[name] for name in names), names, tuple(inputs.split()))
 
     specs = {
-        "embedding": spec("vocab embed", "embed"),
-        "attention_norm": spec("layers embed"),
+        "embedding": spec("vocab embed", "embed"), "attention_norm": spec("layers embed"),
         "query": spec("layers embed q_heads head", "embed"),
         "key": spec("layers embed kv_heads head", "embed"),
         "value": spec("layers embed kv_heads head", "embed"),
         "output": spec("layers q_heads head embed", "q_heads head"),
-        "mlp_norm": spec("layers embed"),
-        "gate": spec("layers embed ffw", "embed"),
-        "up": spec("layers embed ffw", "embed"),
-        "down": spec("layers ffw embed", "ffw"),
+        "mlp_norm": spec("layers embed"), "gate": spec("layers embed ffw", "embed"),
+        "up": spec("layers embed ffw", "embed"), "down": spec("layers ffw embed", "ffw"),
         "final_norm": spec("embed"),
-    }
+    }  # fmt: skip
     if config.attention_biases:
         specs["query_bias"] = spec("layers q_heads head")
         specs["key_bias"] = specs["value_bias"] = spec("layers kv_heads head")

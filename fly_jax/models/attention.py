@@ -243,13 +243,10 @@ def attend_alone(
 
 
 def _attend_block_by_block(
-    queries: Float[Array, "few heads head"],
-    kv_heads: int,
+    queries: Float[Array, "few heads head"], kv_heads: int,
     read: Callable[[Index], Sequence[Float[Array, "kv_heads block head"]]],
-    position: Int[Array, " few"],
-    last: Int[Array, " few"],
-    window: Index | None,
-) -> Float[Array, "few heads head"]:
+    position: Int[Array, " few"], last: Int[Array, " few"], window: Index | None,
+) -> Float[Array, "few heads head"]:  # fmt: skip
     """Attends with queries up to the last position of each, the softmax merged block by block.
 
     A block of which a query sees nothing changes no bit of what others have given it.

@@ -92,11 +92,9 @@ class KVCache:
             more_rows = tuple(name for name in axes_in(cache_spec[1]) if name not in rows)
             write = jax.shard_map(
                 functools.partial(_write_shard, more_rows=more_rows, lengths=lengths),
-                mesh=layout.mesh,
-                in_specs=(cache_spec, new_spec, PartitionSpec(new_spec[1])),
-                out_specs=cache_spec,
-                check_vma=False,
-            )
+                mesh=layout.mesh, in_specs=(cache_spec, new_spec, PartitionSpec(new_spec[1])),
+                out_specs=cache_spec, check_vma=False,
+            )  # fmt: skip
         keys = write(self.keys, new.keys, self.length)
         values = write(self.values, new.values, self.length)
         return dataclasses.replace(self, keys=keys, values=values)

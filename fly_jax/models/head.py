@@ -85,13 +85,10 @@ class Eagle3Head(Head):
         return NewEntries(*(one[None] for one in (new.keys, new.values)))
 
     def run_with(
-        self,
-        tokens: Tokens,
-        fed: Hidden,
-        positions: Tokens,
+        self, tokens: Tokens, fed: Hidden, positions: Tokens,
         attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
         matmul: Matmul | None = None,
-    ) -> tuple[Hidden, Hidden, Added]:
+    ) -> tuple[Hidden, Hidden, Added]:  # fmt: skip
         """Runs as `run`, with an attention of any kind; also returns what that adds."""
         weights = {name: arrays[0] for name, arrays in self._layer_weights().items()}
         normed = self._norm(fed, weights["hidden_norm"])

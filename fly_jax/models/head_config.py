@@ -212,17 +212,13 @@ def written_head(
         assert isinstance(head, Block)
         kind, drafted = "dspark" if head.anchor_predicts else "dflash", head.most_tokens
         own = {
-            "aux_hidden_state_layer_ids": head.layers,
-            "block_size": head.block_size,
-            "mask_token_id": head.mask_token,
-            "num_target_layers": head.target_num_layers,
-            "sample_from_anchor": head.anchor_predicts,
-            "markov_rank": head.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": head.has_confidence,
+            "aux_hidden_state_layer_ids": head.layers, "block_size": head.block_size,
+            "mask_token_id": head.mask_token, "num_target_layers": head.target_num_layers,
+            "sample_from_anchor": head.anchor_predicts, "markov_rank": head.markov_rank,
+            "markov_head_type": "vanilla", "enable_confidence_head": head.has_confidence,
             "confidence_head_with_markov": head.confidence_reads_markov,
             "sliding_window_non_causal": not head.causal_windows,
-        }
+        }  # fmt: skip
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": drafted, "accept_tolerance": 0.0,
         "verifier_accept_k": 1,

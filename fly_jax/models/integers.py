@@ -62,11 +62,9 @@ def signed(matrix: Numbers) -> Numbers:
 
 
 def of_integers(
-    x: Float[Array, "rows time *in"],
-    matrix: Matrix,
-    scale: Float32[Array, "*out"],
+    x: Float[Array, "rows time *in"], matrix: Matrix, scale: Float32[Array, "*out"],
     dtype: DTypeLike | None = None,
-) -> Float[Array, "rows time *out"]:
+) -> Float[Array, "rows time *out"]:  # fmt: skip
     """Multiplies activations, rounded to int8 with a scale for each token, by a matrix [*out, *in].
 
     The matrix is int8, or `unsigned`. The sums are integers, and so exact: a token's result depends
@@ -77,12 +75,9 @@ def of_integers(
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
 def of_chosen(
-    x: Float[Array, "rows time *in"],
-    matrices: Sequence[Matrix],
-    scales: Sequence[Float32[Array, "*out"]],
-    chosen: Index,
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "rows time *out"]:
+    x: Float[Array, "rows time *in"], matrices: Sequence[Matrix],
+    scales: Sequence[Float32[Array, "*out"]], chosen: Index, dtype: DTypeLike | None = None,
+) -> Float[Array, "rows time *out"]:  # fmt: skip
     """Multiplies as `of_integers` by one of several matrices, which is not copied."""
     tokens = x.shape[0] * x.shape[1]
     rows = quantize(x.reshape(tokens, -1).astype(jnp.float32), jnp.int8, channelwise_axes=[0])

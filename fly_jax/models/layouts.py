@@ -48,13 +48,9 @@ class Layouts:
 
 
 def choose_layouts(
-    mesh: Mesh | AbstractMesh,
-    target: LlamaConfig,
-    draft: LlamaConfig | None,
-    workload: Workload,
-    chip: Chip | None,
-    draft_matrices: MatrixType | None = None,
-) -> Layouts:
+    mesh: Mesh | AbstractMesh, target: LlamaConfig, draft: LlamaConfig | None, workload: Workload,
+    chip: Chip | None, draft_matrices: MatrixType | None = None,
+) -> Layouts:  # fmt: skip
     """The layouts with which a round takes the least time, of those that fit into memory.
 
     The time is that of `pass_seconds`. Where none fits, the smallest are chosen. On a CPU, and on

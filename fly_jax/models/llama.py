@@ -158,9 +158,9 @@ class Llama(nnx.Module):
       embedding, final_norm, unembedding, token_rows, fusion: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer, its matrices as `turns_layers` says.
-      int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
-        so on the device: a product widens them as it reads them, or, `unstacked`, rounds the
-        activations (`of_integers`), and they may be `unsigned`.
+
+    Matrices of integers stay so on the device: a product widens them as it reads them, or,
+    `unstacked`, rounds the activations (`of_integers`), and they may be `unsigned`.
     """
 
     embedding: nnx.Param
@@ -176,8 +176,6 @@ class Llama(nnx.Module):
         """Takes parameters as arrays (or abstract shapes), named as in `parameter_specs`."""
         self.config = config
         self.layout = layout
-        outer = "embedding" if config.tied_embeddings else "unembedding"
-        self.int8 = scale_of(outer) in parameters
         layers: dict[str, nnx.Param] = {}
         for name, spec in parameter_specs(config, INT8).items():
             if name not in parameters and name.endswith("_scale"):
@@ -243,13 +241,9 @@ class Llama(nnx.Module):
         return hidden, cache.written(new, self.layout)
 
     def uncached_and_inputs(
-        self,
-        tokens: Tokens,
-        positions: Tokens,
-        visible: Bool[Array, "rows time time"],
-        matmul: Matmul | None = None,
-        layers: Sequence[int] = (),
-    ) -> tuple[Hidden, Inputs]:
+        self, tokens: Tokens, positions: Tokens, visible: Bool[Array, "rows time time"],
+        matmul: Matmul | None = None, layers: Sequence[int] = (),
+    ) -> tuple[Hidden, Inputs]:  # fmt: skip
         """Runs whole sequences as `hidden_and_inputs`, without a cache: training and golden logits.
 
         `visible` is [query, key]; `matmul` replaces the product of activations and weights.
@@ -426,13 +420,10 @@ class Llama(nnx.Module):
         return Layer(self.config, weights, rope, products, self._norm)
 
     def run_layers(
-        self,
-        tokens: Tokens,
-        positions: Tokens,
+        self, tokens: Tokens, positions: Tokens,
         attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
-        multiply: Matmul | None = None,
-        layers: Sequence[int] = (),
-    ) -> tuple[Hidden, Added, Inputs]:
+        multiply: Matmul | None = None, layers: Sequence[int] = (),
+    ) -> tuple[Hidden, Added, Inputs]:  # fmt: skip
         """Runs the layers; returns hidden states, what `attend` adds, stacked, and the inputs.
 
         `attend` is attention of a layer, by its index, its queries, keys and values; the inputs are

@@ -105,11 +105,9 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
 
 @functools.lru_cache(maxsize=64)
 def _rounding(
-    spec: ParameterSpec,
-    matrices: MatrixType,
-    held: MatrixType,
+    spec: ParameterSpec, matrices: MatrixType, held: MatrixType,
     places: tuple[NamedSharding, ...] | None,
-) -> Wrapped:
+) -> Wrapped:  # fmt: skip
     """The program that rounds a stack of matrices, compiled once for all that are alike."""
     a_layer = functools.partial(_rounded, spec, matrices, held)
     return jax.jit(functools.partial(jax.lax.map, a_layer), out_shardings=places)

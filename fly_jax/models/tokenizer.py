@@ -402,11 +402,9 @@ class SentencePieceVocabulary:
     """The tokens of a SentencePiece model, as `JsonVocabulary` has those of its file."""
 
     def __init__(
-        self,
-        model: sentencepiece.SentencePieceProcessor,
-        bos_token_id: int | None,
+        self, model: sentencepiece.SentencePieceProcessor, bos_token_id: int | None,
         added: Iterable[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Takes the library's model, the token that begins a prompt, if any, and added pieces."""
         self._model, self._bos = model, bos_token_id
         self.names = tuple(model.id_to_piece(index) for index in range(model.get_piece_size()))

@@ -83,11 +83,9 @@ def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
 
 
 def abstract_model(
-    config: LlamaConfig,
-    layout: Layout,
-    matrices: MatrixType | None = None,
+    config: LlamaConfig, layout: Layout, matrices: MatrixType | None = None,
     dtype: DTypeLike = jnp.bfloat16,
-) -> Llama:
+) -> Llama:  # fmt: skip
     """A model with shapes for parameters, on devices that need not be there."""
     parameters = {}
     for name, one in parameter_specs(config, matrices).items():

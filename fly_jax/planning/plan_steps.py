@@ -286,17 +286,11 @@ def _compiled(
     by_data = spec.drafts_by_data and name in ("round", "draft")
     sent = tuple(counted if by_data else _times(found, times))
     return Step(
-        name=name,
-        peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,
-        argument_bytes=arguments + beside,
-        temporary_bytes=int(memory.temp_size_in_bytes),
-        exchanges=sent,
-        work=work,
-        seconds=_seconds(spec, work, sent),
-        copies=tuple(copies(hlo, large, unknown_trips=most)),
-        hlo=hlo,
-        compile_seconds=took,
-    )
+        name=name, peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,
+        argument_bytes=arguments + beside, temporary_bytes=int(memory.temp_size_in_bytes),
+        exchanges=sent, work=work, seconds=_seconds(spec, work, sent),
+        copies=tuple(copies(hlo, large, unknown_trips=most)), hlo=hlo, compile_seconds=took,
+    )  # fmt: skip
 
 
 def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeState:

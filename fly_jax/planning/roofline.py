@@ -85,11 +85,9 @@ def pass_work(
 
 
 def draft_passes(
-    drafts: Sequence[LlamaConfig],
-    num_speculative_tokens: int,
-    level_tokens: int = 1,
+    drafts: Sequence[LlamaConfig], num_speculative_tokens: int, level_tokens: int = 1,
     level_accepted: float = 1.0,
-) -> tuple[dict[int, float], ...]:
+) -> tuple[dict[int, float], ...]:  # fmt: skip
     """The passes of each draft model in a round, by the tokens of a row that they run over.
 
     The first of them proposes to the target, each other one `level_tokens` at a time to the one

@@ -44,12 +44,9 @@ class ProcessInfo:
 
 
 def detect_process(
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    *,
-    timeout: int = 300,
-) -> ProcessInfo | None:
+    coordinator_address: str | None = None, num_processes: int | None = None,
+    process_id: int | None = None, *, timeout: int = 300,
+) -> ProcessInfo | None:  # fmt: skip
     """Finds this process's place among several; None where it is alone.
 
     What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI. One
@@ -112,15 +109,11 @@ def initialize(process: ProcessInfo, *, timeout: int) -> tuple[str, ...]:
     with contextlib.suppress(AttributeError):  # a JAX without that service
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        coordinator_address=process.coordinator_address,
-        num_processes=process.num_processes,
-        process_id=process.process_id,
-        local_device_ids=process.local_device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=timeout,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-    )
+        coordinator_address=process.coordinator_address, num_processes=process.num_processes,
+        process_id=process.process_id, local_device_ids=process.local_device_ids,
+        cluster_detection_method="deactivate", initialization_timeout=timeout,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )  # fmt: skip
     return tuple(gather(socket.gethostname()))
 
 

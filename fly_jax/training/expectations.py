@@ -146,13 +146,9 @@ def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
 
 @functools.partial(jax.jit, static_argnames=("config", "layout", "layers"))
 def _most_likely(
-    config: Any,
-    layout: Any,
-    parameters: dict[str, Array],
-    tokens: Int[Array, "rows width"],
-    *,
+    config: Any, layout: Any, parameters: dict[str, Array], tokens: Int[Array, "rows width"], *,
     layers: tuple[int, ...],
-) -> dict[str, Array]:
+) -> dict[str, Array]:  # fmt: skip
     """The teacher's most probable next tokens, and the rest of `Expected`, as it is kept."""
     model = Llama(config, parameters, layout)
     rows, width = tokens.shape

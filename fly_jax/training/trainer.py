@@ -166,14 +166,10 @@ class Start(NamedTuple):
 
 
 def train(
-    recipe: Recipe,
-    batches: Callable[[int], Iterator[Any]],
-    directory: Path,
-    *,
-    start: Start | None = None,
-    measured: Callable[[Llama], float] | None = None,
+    recipe: Recipe, batches: Callable[[int], Iterator[Any]], directory: Path, *,
+    start: Start | None = None, measured: Callable[[Llama], float] | None = None,
     steps_per_checkpoint: int = 100,
-) -> Llama:
+) -> Llama:  # fmt: skip
     """Trains a model, from the newest checkpoint in `directory` if there is one.
 
     The data are a function of the seed and the step, so an interrupted run continues as if it had

@@ -337,10 +337,7 @@ def _rejection_sample(
         choice = drawn.astype(jnp.float32) - greedy.log_sum_exp
         top = dataclasses.replace(top, replacement_log_prob=choice)
     return dataclasses.replace(
-        greedy,
-        draft_log_prob=jnp.where(is_row_greedy, greedy.draft_log_prob, draft_log_prob),
-        accepted=jnp.where(is_row_greedy, greedy.accepted, accepted),
-        replacement=replacement,
-        scaled_uniform=jnp.where(is_row_greedy, -1, scaled_uniform),
-        top=top,
-    )
+        greedy, draft_log_prob=jnp.where(is_row_greedy, greedy.draft_log_prob, draft_log_prob),
+        accepted=jnp.where(is_row_greedy, greedy.accepted, accepted), replacement=replacement,
+        scaled_uniform=jnp.where(is_row_greedy, -1, scaled_uniform), top=top,
+    )  # fmt: skip

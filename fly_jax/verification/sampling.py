@@ -109,11 +109,9 @@ def processed_log_probs(logits: Local, sampling: Sampling, axis_names: AxisNames
 
 
 def sample(
-    logits: Float[Array, "*lead vocab"],
-    sampling: Sampling | None = None,
-    keys: Key[Array, "*lead"] | None = None,
-    layout: Layout | None = None,
-) -> Int32[Array, "*lead"]:
+    logits: Float[Array, "*lead vocab"], sampling: Sampling | None = None,
+    keys: Key[Array, "*lead"] | None = None, layout: Layout | None = None,
+) -> Int32[Array, "*lead"]:  # fmt: skip
     """Draws a token per position: the most probable one, or one of the processed distribution.
 
     A position's draw depends on its own key alone: neither on other positions nor on the mesh.
@@ -151,12 +149,10 @@ def sample(
 
 
 def sample_at(
-    logits: Float[Array, "rows time vocab"],
-    sampling: Sampling | None,
-    row_keys: Key[Array, " rows"] | None,
-    positions: Int[Array, "rows time"],
+    logits: Float[Array, "rows time vocab"], sampling: Sampling | None,
+    row_keys: Key[Array, " rows"] | None, positions: Int[Array, "rows time"],
     layout: Layout | None = None,
-) -> Int32[Array, "rows time"]:
+) -> Int32[Array, "rows time"]:  # fmt: skip
     """Draws as `sample`, with noise that depends on the row and the text position alone.
 
     Every model, in every pass, draws the token at a position with the same noise, so that draft

@@ -160,12 +160,9 @@ def flat_places(
 
 
 def truncated(
-    support: Loose | None,
-    logits: Float[Array, "rows positions vocab"],
-    *,
-    protected: Bool[Array, "*rows vocab"] | None = None,
-    layout: Layout | None = None,
-) -> Float[Array, "rows positions vocab"]:
+    support: Loose | None, logits: Float[Array, "rows positions vocab"], *,
+    protected: Bool[Array, "*rows vocab"] | None = None, layout: Layout | None = None,
+) -> Float[Array, "rows positions vocab"]:  # fmt: skip
     """The logits, with -inf for every token outside a rule's support: drawing obeys the rule.
 
     The support is the target's most probable token, and each that `accept` would rescue if it were

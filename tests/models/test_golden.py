@@ -253,7 +253,7 @@ def widened(model: Llama) -> Llama:
 
 
 def test_golden_logits_are_kept(rounded: Golden) -> None:
-    assert rounded.model.int8
+    assert rounded.model.has_integers
     logits = uncached(rounded.model, rounded.tokens)
     assert_near(logits, rounded.logits, 0.92)
     exact = uncached(widened(rounded.model), rounded.tokens)

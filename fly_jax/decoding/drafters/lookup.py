@@ -1,9 +1,10 @@
-"""Prompt lookup on the device: a drafter without a model, alone or below a draft model."""
+"""Prompt lookup on the device: a drafter without a model, alone, below one, or in front of one."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+import operator
+from typing import Any, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,19 @@ from jaxtyping import Array, Int
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
-from fly_jax.shapes import RowInts, Text
-from fly_jax.verification.data import taken
+from fly_jax.shapes import Hidden, Index, RowFlags, RowFloats, RowInts, Text, Tokens
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.data import STATIC, column, taken
+from fly_jax.verification.rules import Verdict
 
 Match = Literal["earliest", "latest"]
 # The share of tokens behind 1, 2, … matching tokens that the target keeps; the last is for more.
 # Seen with Qwen2.5-Coder-1.5B on prompts of Spec-Bench and HumanEval (docs/performance.md).
 _RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
 _RATES_OF_EARLIER = (0.18, 0.35, 0.35, 0.4, 0.48, 0.48, 0.55, 0.65)  # in earlier answers
+# What a drafter behind has shown counts half after so many more drafts; it begins as if half of a
+# few tokens had been kept, which one matching token promises less than, and two promise more.
+_HALF_LIFE, _PRIOR_TOKENS, _PRIOR_RATE = 16.0, 4.0, 0.5
 
 
 @jax.tree_util.register_static
@@ -120,3 +126,121 @@ def look_up(
     tokens = taken(text, jnp.minimum(follow, capacity - 1))
     available = jnp.minimum(length - 1 - best, num_speculative_tokens)
     return tokens, jnp.where(matching > 0, available, 0).astype(jnp.int32), matching, best
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HybridState:
+    """The other drafter's state, and how it has fared in each row."""
+
+    own: Any
+    kept: RowFloats  # its draft tokens that were kept
+    refused: RowFloats  # its drafts that ended with one that was not
+    looked: RowFlags  # the last draft is the lookup's
+
+
+def _of_own(name: str) -> Any:
+    return property(operator.attrgetter(f"own.{name}"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HybridDraft(Drafter):
+    """A lookup's draft in the rows where it promises more than `own`'s, which is not asked there.
+
+    SuffixDecoding's hybrid weighs the two likewise. No draft depends on anything but settled text
+    and what was kept of drafts before, so a lossless rule stays lossless.
+    """
+
+    own: Drafter
+    lookup: Lookup = dataclasses.field(metadata=STATIC)
+    layout: Layout | None = dataclasses.field(metadata=STATIC)  # of the other's model
+
+    adapts = True
+    num_speculative_tokens = _of_own("num_speculative_tokens")
+    num_models = _of_own("num_models")
+    most_tokens = _of_own("most_tokens")
+    may_fall_short = _of_own("may_fall_short")
+    rests = _of_own("rests")
+    resumes = _of_own("resumes")
+    unseen = _of_own("unseen")
+    needs_hidden = _of_own("needs_hidden")
+    hidden_layers = _of_own("hidden_layers")
+    room = _of_own("room")
+
+    @property
+    def num_earlier_tokens(self) -> int:  # type: ignore[override]
+        """The tokens of earlier answers that the lookup searches."""
+        return self.lookup.num_earlier_tokens
+
+    def at_rest(self) -> Self:
+        """A copy of which neither drafter proposes."""
+        return dataclasses.replace(self, own=self.own.at_rest(), lookup=Lookup())
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HybridState:
+        """A state of rows in which nothing was drafted."""
+        one = jnp.full((rows,), _PRIOR_TOKENS, jnp.float32)
+        kept, refused = one * _PRIOR_RATE, one * (1 - _PRIOR_RATE)
+        return HybridState(
+            self.own.init(rows, capacity, dtype), kept, refused, jnp.zeros(rows, bool)
+        )
+
+    def prefill(
+        self, state: HybridState, tokens: Tokens, start: Index, hidden: Hidden | None
+    ) -> HybridState:
+        """Takes in a piece of the prompts, of which the lookup reads the text itself."""
+        return dataclasses.replace(state, own=self.own.prefill(state.own, tokens, start, hidden))
+
+    def propose(
+        self, state: HybridState, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, HybridState]:  # fmt: skip
+        """Proposes what follows the match, or asks the other drafter, row by row."""
+        k, wanted = num_speculative_tokens, terms.of_each(length, num_speculative_tokens)
+        found, _ = self.lookup.propose((), text, length, k, terms)
+        assert found.rates is not None
+        rate = state.kept / (state.kept + state.refused)
+        rates = jnp.stack((found.rates, jnp.broadcast_to(rate[:, None], found.rates.shape)))
+        promised = jnp.cumprod(jnp.where(jnp.arange(k) < column(wanted), rates, 0), axis=-1)
+        better = jnp.sum(promised[0], axis=-1) > jnp.sum(promised[1], axis=-1)
+        looked = better & (found.num_drafted == wanted) & (wanted > 0)
+        others = dataclasses.replace(terms, wanted=jnp.where(looked, 0, wanted))
+        draft, own = self.own.propose(state.own, text, length, k, others)
+        is_found, logits = column(looked), draft.logits
+        if logits is not None:  # as if drawn from what is certain
+            certain = jnp.where(
+                found.tokens[..., None] == jnp.arange(logits.shape[-1]), 0, -jnp.inf
+            )
+            logits = jnp.where(is_found[..., None], certain, logits)
+        draft = dataclasses.replace(
+            draft, tokens=jnp.where(is_found, found.tokens, draft.tokens), logits=logits,
+            num_drafted=jnp.where(looked, wanted, draft.num_drafted),
+        )  # fmt: skip
+        return draft, dataclasses.replace(state, own=own, looked=self._whole(looked))
+
+    def observe(
+        self, state: HybridState, verdict: Verdict, hidden: Hidden | None, *,
+        draft: Draft, live: RowFlags,
+    ) -> HybridState:  # fmt: skip
+        """Counts the fate of the other drafter's tokens, and lets it learn."""
+        own = self.own.observe(state.own, verdict, hidden, draft=draft, live=live)
+        counts, faded = live & ~state.looked, 0.5 ** (1 / _HALF_LIFE)
+
+        def counted(before: RowFloats, more: RowInts | RowFlags) -> RowFloats:
+            return self._whole(jnp.where(counts, before * faded + more, before))
+
+        kept = counted(state.kept, verdict.num_accepted)
+        refused = counted(state.refused, verdict.num_accepted < draft.num_drafted)
+        return dataclasses.replace(state, own=own, kept=kept, refused=refused)
+
+    def _whole(self, rows: Any) -> Any:
+        """The numbers whole on every device: another placement would be another program."""
+        return rows if self.layout is None else self.layout.constrain(rows, (None,))
+
+    def passes_behind(self, state: HybridState, length: RowInts, live: RowFlags) -> Index:
+        """Counts the other drafter's passes."""
+        return self.own.passes_behind(state.own, length, live)
+
+    def keep(self, state: HybridState, start: RowInts, hidden: Hidden | None) -> HybridState:
+        """Hands on what a draft model above has computed."""
+        return dataclasses.replace(state, own=self.own.keep(state.own, start, hidden))

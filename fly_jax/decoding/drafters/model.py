@@ -404,13 +404,9 @@ class _Run:
 
 
 def caught_up(
-    feed: Callable[[_Carry, RowInts], _Carry],
-    carry: _Carry,
-    length: RowInts,
-    needed: RowInts,
-    width: int,
-    latest: RowInts | None = None,
-) -> tuple[_Carry, RowInts, Index]:
+    feed: Callable[[_Carry, RowInts], _Carry], carry: _Carry, length: RowInts, needed: RowInts,
+    width: int, latest: RowInts | None = None,
+) -> tuple[_Carry, RowInts, Index]:  # fmt: skip
     """Feeds rows the text that a cache lacks, `width` tokens a pass.
 
     `feed` makes a pass over `width` tokens of each row from where it is told. Each row's cache has

@@ -149,13 +149,9 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return None, context.tokens, context.last, metadata
 
     def propose(
-        self,
-        kv_caches: list[jax.Array],
-        input_ids: Int[Array, " more"],
-        attn_metadata: Any,
-        last_token_indices: Int[Array, " requests"],
-        target_hidden_states: None,
-    ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
+        self, kv_caches: list[jax.Array], input_ids: Int[Array, " more"], attn_metadata: Any,
+        last_token_indices: Int[Array, " requests"], target_hidden_states: None,
+    ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:  # fmt: skip
         """Proposes K tokens of each request; see `Eagle3Proposer.propose`."""
         places = [self.runner.layer_name_to_kvcache_index[name] for name in self.layer_names]
         texts = self._texts
@@ -269,11 +265,9 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
                 metadata = hook("layers.common.attention_metadata:AttentionMetadata")(
                     input_positions=zeros(num_tokens),
                     block_tables=zeros(requests * runner.max_num_blocks_per_req),
-                    seq_lens=zeros(requests),
-                    query_start_loc=zeros(requests + ranks),
-                    request_distribution=zeros(3 * ranks),
-                    padded_num_reqs=padded,
-                )
+                    seq_lens=zeros(requests), query_start_loc=zeros(requests + ranks),
+                    request_distribution=zeros(3 * ranks), padded_num_reqs=padded,
+                )  # fmt: skip
                 with jax.set_mesh(self.mesh):
                     _, tokens, last, metadata = self.prepare_inputs(
                         metadata, zeros(num_tokens), None, zeros(requests), zeros(requests),

@@ -103,15 +103,11 @@ class LoosenedSampler(RejectionSampler):
         self._step = self._rows.step(rows, live, parameters)
 
     def __call__(
-        self,
-        draft_token_ids: Int[Array, " tokens"],
-        num_draft_tokens: Int[Array, " requests"],
+        self, draft_token_ids: Int[Array, " tokens"], num_draft_tokens: Int[Array, " requests"],
         draft_probs: Float[Array, "tokens vocab"] | None,
-        target_logits: Float[Array, "tokens vocab"],
-        bonus_token_ids: Int[Array, " requests"],
-        sampling_metadata: Any,
-        key: Key[Array, ""] | None = None,
-    ) -> Int32[Array, " emitted"]:
+        target_logits: Float[Array, "tokens vocab"], bonus_token_ids: Int[Array, " requests"],
+        sampling_metadata: Any, key: Key[Array, ""] | None = None,
+    ) -> Int32[Array, " emitted"]:  # fmt: skip
         """Emits tokens in the layout of `RejectionSampler.__call__`."""
         # The engine also calls to compile ahead, with no requests.
         step = self._step or self._rows.padding(num_draft_tokens.shape[0])
@@ -142,14 +138,10 @@ def kept_on(
         is_new = step.is_new & (step.slots < budgets.shape[0])
         budget = jnp.where(is_new, step.rule.budget, before)
     rows: dict[str, Any] = {
-        "logits": logits,
-        "draft_tokens": draft_tokens,
-        "num_drafted": num_drafted,
-        "bonus_tokens": bonus_tokens,
-        "draft_probs": draft_probs,
-        "sampling": sampling,
+        "logits": logits, "draft_tokens": draft_tokens, "num_drafted": num_drafted,
+        "bonus_tokens": bonus_tokens, "draft_probs": draft_probs, "sampling": sampling,
         "state": RuleState(budget),
-    }
+    }  # fmt: skip
 
     def of_a_device(
         rule: Rule, rows: dict[str, Any], whole: dict[str, Any]

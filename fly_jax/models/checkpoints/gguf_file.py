@@ -50,15 +50,11 @@ class GgufFile:
 
     path: Path
     tensors: dict[str, GgufTensor]
-    values: dict[str, Any]
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: a number, a text, or a list of them."""
-        return self.values.get(key, default)
+    values: dict[str, Any]  # the metadata: numbers, texts, and lists of them
 
     def needed(self, key: str) -> Any:
         """A value that the file must have; raises FlyJaxError where it lacks it."""
-        value = self.value(key)
+        value = self.values.get(key)
         if value is None:
             raise FlyJaxError(
                 f"{self.path} lacks the key {key}; a GGUF file needs it: download the file again, "

@@ -58,13 +58,13 @@ def gguf_config(file: GgufFile) -> LlamaConfig:
 
 
 def _config(file: GgufFile) -> LlamaConfig:
-    if int(file.value("split.count", 1)) > 1:
+    if int(file.values.get("split.count", 1)) > 1:
         raise FlyJaxError(
-            f"{file.path} is one of {file.value('split.count')} files of a model; fly_jax reads "
+            f"{file.path} is one of {file.values['split.count']} files of a model; fly_jax reads "
             "models in one file: merge them with llama-gguf-split."
         )
     family = str(file.needed("general.architecture"))
-    if family not in GGUF_ARCHITECTURES or file.value(f"{family}.expert_count", 0):
+    if family not in GGUF_ARCHITECTURES or file.values.get(f"{family}.expert_count", 0):
         kind = f"{family} with experts" if family in GGUF_ARCHITECTURES else family
         raise FlyJaxError(
             f"{file.path} holds a model of architecture '{kind}'; fly_jax runs "
@@ -75,7 +75,7 @@ def _config(file: GgufFile) -> LlamaConfig:
         return file.needed(f"{family}.{key}")
 
     def optional(key: str, default: object) -> Any:
-        return file.value(f"{family}.{key}", default)
+        return file.values.get(f"{family}.{key}", default)
 
     factor = optional("rope.scaling.factor", 1.0) or 1.0
     scaling = optional("rope.scaling.type", "none" if factor == 1.0 else "linear")
@@ -97,7 +97,7 @@ def _config(file: GgufFile) -> LlamaConfig:
     model_type = GGUF_ARCHITECTURES[family].name
     if window is not None and model_type == "llama":
         model_type = "mistral"
-    names = file.value("tokenizer.ggml.tokens", ())
+    names = file.values.get("tokenizer.ggml.tokens", ())
     config = config_of(
         {
             "model_type": model_type,
@@ -114,7 +114,7 @@ def _config(file: GgufFile) -> LlamaConfig:
             # The file has float32, and people wrote 1e-05.
             "rms_norm_eps": float(f"{size('attention.layer_norm_rms_epsilon'):.6g}"),
             "tie_word_embeddings": "output.weight" not in file.tensors,
-            "bos_token_id": file.value("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": file.values.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": _ends(file),
         },
         str(file.path),
@@ -137,9 +137,9 @@ def _config(file: GgufFile) -> LlamaConfig:
 def _ends(file: GgufFile) -> list[int]:
     """The tokens that end a text; files name one of each kind, others are known by text."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [file.value(f"tokenizer.ggml.{key}") for key in keys]
-    names = file.value("tokenizer.ggml.tokens", ())
-    kinds = file.value("tokenizer.ggml.token_type", ())
+    found = [file.values.get(f"tokenizer.ggml.{key}") for key in keys]
+    names = file.values.get("tokenizer.ggml.tokens", ())
+    kinds = file.values.get("tokenizer.ggml.token_type", ())
     found += [
         index
         for index, (name, kind) in enumerate(zip(names, kinds, strict=False))
@@ -194,7 +194,7 @@ class GgufSource:
             return False
         one, two = self.file, other.file
         keys = {key for key in (*one.values, *two.values) if key.startswith("tokenizer.")}
-        return all(one.value(key) == two.value(key) for key in keys)
+        return all(one.values.get(key) == two.values.get(key) for key in keys)
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """Reads the group's tensors [out, in] in float32, split by rows."""
@@ -312,7 +312,7 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
             "safetensors checkpoint of the model."
         )
     controls = vocabulary.control_ids | set(_named_ids(file).values()) | set(eos_token_ids)
-    template = file.value("tokenizer.chat_template")
+    template = file.values.get("tokenizer.chat_template")
     return Tokenizer(
         vocabulary, eos_token_ids, tuple(sorted(controls)), template, special_tokens=_named(file)
     )
@@ -326,18 +326,18 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     else:
         _byte_level(file).save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {**_named(file), "add_bos_token": _begin(file) is not None}
-    if file.value("tokenizer.chat_template") is not None:
-        settings["chat_template"] = file.value("tokenizer.chat_template")
+    if file.values.get("tokenizer.chat_template") is not None:
+        settings["chat_template"] = file.values.get("tokenizer.chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _begin(file: GgufFile) -> int | None:
     """The token that is put before a prompt, if any."""
     is_sentencepiece = file.needed("tokenizer.ggml.model") == "llama"
-    cut = _CUTS.get(file.value("tokenizer.ggml.pre"))
+    cut = _CUTS.get(file.values.get("tokenizer.ggml.pre", ""))
     usual = is_sentencepiece or (cut is not None and cut.begins)
-    adds = file.value("tokenizer.ggml.add_bos_token", usual)
-    return file.value("tokenizer.ggml.bos_token_id") if adds else None
+    adds = file.values.get("tokenizer.ggml.add_bos_token", usual)
+    return file.values.get("tokenizer.ggml.bos_token_id") if adds else None
 
 
 def _named(file: GgufFile) -> dict[str, str]:
@@ -350,7 +350,7 @@ def _named_ids(file: GgufFile) -> dict[str, int]:
     names = {
         "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
     }  # fmt: skip
-    ids = {name: file.value(f"tokenizer.ggml.{own}_token_id") for name, own in names.items()}
+    ids = {name: file.values.get(f"tokenizer.ggml.{own}_token_id") for name, own in names.items()}
     known = {name: int(index) for name, index in ids.items() if index is not None}
     for name, index in known.items():
         if not 0 <= index < len(file.needed("tokenizer.ggml.tokens")):
@@ -412,6 +412,7 @@ def _sentence_piece(file: GgufFile) -> sentencepiece.SentencePieceProcessor:
     model.trainer_spec.eos_piece = named.get("eos_token", "</s>")
     model.trainer_spec.unk_piece = named.get("unk_token", "<unk>")
     model.normalizer_spec.name = "identity"
-    model.normalizer_spec.add_dummy_prefix = file.value("tokenizer.ggml.add_space_prefix", True)
+    adds_space = file.values.get("tokenizer.ggml.add_space_prefix", True)
+    model.normalizer_spec.add_dummy_prefix = adds_space
     model.normalizer_spec.remove_extra_whitespaces = False
     return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())

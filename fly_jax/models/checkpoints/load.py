@@ -249,22 +249,22 @@ def read_group(
         vocab_size=config.vocab_size, quantise=int8 and not source.int8, dtype=dtype,
     )  # fmt: skip
     for name, is_finite in jax.device_get(finite).items():
-        if not is_finite:
-            raise FlyJaxError(
-                f"{source.describe(group, name)} holds NaN or infinite weights; they must be "
-                "finite: download the file again or train the model anew."
-            )
+        _check_finite(is_finite, source, group, name)
     return parts
 
 
+def _check_finite(is_finite: np.bool, source: Source, group: Group, name: str) -> None:
+    if not is_finite:
+        raise FlyJaxError(
+            f"{source.describe(group, name)} holds NaN or infinite weights; they must be "
+            "finite: download the file again or train the model anew."
+        )
+
+
 def _arranged(
-    stored: Mapping[str, Stored],
-    arranged: Arranging,
-    specs: tuple[tuple[str, ParameterSpec], ...],
-    vocab_size: int,
-    quantise: bool,
-    dtype: jnp.dtype,
-) -> tuple[dict[str, Array], dict[str, Bool[Array, ""]]]:
+    stored: Mapping[str, Stored], arranged: Arranging, specs: tuple[tuple[str, ParameterSpec], ...],
+    vocab_size: int, quantise: bool, dtype: jnp.dtype,
+) -> tuple[dict[str, Array], dict[str, Bool[Array, ""]]]:  # fmt: skip
     """Arranges a group's parameters; also tells for each whether its numbers are finite."""
     parts: dict[str, Array] = {}
     finite: dict[str, Bool[Array, ""]] = {}
@@ -509,11 +509,7 @@ class _Kept:
         def convert(one: tuple[str, _Place, slice]) -> None:
             key, place, rows = one
             block = self._source.read_rows(place.group, place.name, rows)
-            if not np.isfinite(block).all():
-                raise FlyJaxError(
-                    f"{self.describe(place.group, place.name)} holds NaN or infinite weights; they "
-                    "must be finite: download the file again or train the model anew."
-                )
+            _check_finite(np.isfinite(block).all(), self, place.group, place.name)
             scales = self._places.get(scale_of(key))
             if scales is not None:
                 block, scale = quantised_rows(block.astype(np.float32))

@@ -196,12 +196,9 @@ Packing = Scaled | Awq | Gptq | Packed
 def read_packing(said: Mapping[str, Any], source: str) -> Packing:
     """The packing that a `quantization_config` describes; FlyJaxError for one that is not read."""
     ways: dict[str, Callable[[Mapping[str, Any]], Packing | None]] = {
-        "fp8": _fp8,
-        "fbgemm_fp8": lambda _: Scaled("fbgemm_fp8"),
-        "awq": _awq,
-        "gptq": _gptq,
+        "fp8": _fp8, "fbgemm_fp8": lambda _: Scaled("fbgemm_fp8"), "awq": _awq, "gptq": _gptq,
         "compressed-tensors": _compressed_tensors,
-    }
+    }  # fmt: skip
     try:
         method = said.get("quant_method")
         if method in ways:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import pydantic
 from fastapi.exceptions import RequestValidationError
@@ -207,6 +207,13 @@ class _GenerationFields(_Fields):
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self
 
+    _usual_limit: ClassVar[int | None] = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of each answer, by either name; None for all that there is room for."""
+        return self.max_completion_tokens or self.max_tokens or self._usual_limit
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts before which an answer ends."""
@@ -237,10 +244,7 @@ class CompletionRequest(_GenerationFields):
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
 
-    @property
-    def limit(self) -> int | None:
-        """The most tokens of each answer: OpenAI's default if not given."""
-        return self.max_completion_tokens or self.max_tokens or _COMPLETION_TOKENS
+    _usual_limit: ClassVar[int | None] = _COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
@@ -294,11 +298,6 @@ class ChatRequest(_GenerationFields):
     def prompts(self) -> Sequence[Prompt]:
         """The request's conversation, which is its only prompt."""
         return [[one.as_template for one in self.messages]]
-
-    @property
-    def limit(self) -> int | None:
-        """The most tokens of each answer, by either name; None for all that there is room for."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:

@@ -38,11 +38,9 @@ class Usage(BaseModel):
         prompt = sum(len(one.request.prompt) for one in firsts)
         completion = sum(len(one.generation.token_ids) for one in states)
         return cls(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
             prompt_tokens_details={"cached_tokens": sum(one.num_reused for one in firsts)},
-        )
+        )  # fmt: skip
 
 
 class SpeculativeDecoding(BaseModel):
@@ -91,16 +89,13 @@ class SpeculativeDecoding(BaseModel):
             mean_acceptance_length=1 + accepted / max(kept.total(), 1),
             draft_acceptance_rate=accepted / max(drafted, 1),
             acceptance_histogram=[kept[number] for number in range(most + 1)] if most else [],
-            num_spec_steps=kept.total(),
-            num_accepted_draft_tokens=accepted,
-            num_draft_tokens=drafted,
-            num_spec_tokens=num_spec_tokens,
+            num_spec_steps=kept.total(), num_accepted_draft_tokens=accepted,
+            num_draft_tokens=drafted, num_spec_tokens=num_spec_tokens,
             mean_accepted_tokens=settled / max(num_rounds, 1),
             num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
             num_revoked_windows=sum(one.num_rollbacks for one in generations),
-            refused_by=dict(refused),
-            regret=sum(regrets) if regrets else None,
-        )
+            refused_by=dict(refused), regret=sum(regrets) if regrets else None,
+        )  # fmt: skip
 
 
 class RequestMetrics(BaseModel):
@@ -201,14 +196,10 @@ class Token(BaseModel):
         elif report.why.letter == "c" and report.draft_id is not None:
             other, other_probability = report.draft_id, report.draft_probability
         return cls(
-            id=report.token_id,
-            text=text,
-            why=report.why.name.lower(),
-            other=None if other is None else tokenizer.token_text(other),
-            probability=probability,
-            other_probability=other_probability,
-            entropy=report.entropy,
-        )
+            id=report.token_id, text=text, why=report.why.name.lower(),
+            other=None if other is None else tokenizer.token_text(other), probability=probability,
+            other_probability=other_probability, entropy=report.entropy,
+        )  # fmt: skip
 
 
 class ChoiceExtras(BaseModel):

@@ -74,13 +74,9 @@ class RequestBuilder:
         return ("exact", *self.rules) if self.config.num_speculative_tokens else ("autoregressive",)
 
     def requests(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[Sequence[int]],
-        engine: Engine,
-        protected: Callable[[tuple[str, ...]], tuple[int, ...]],
-        cache_salt: str = "",
-    ) -> list[Request]:
+        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], engine: Engine,
+        protected: Callable[[tuple[str, ...]], tuple[int, ...]], cache_salt: str = "",
+    ) -> list[Request]:  # fmt: skip
         """The engine's requests for a client's: n for each prompt, given as token ids.
 
         Raises ApiError for a rule or pattern that the server lacks, FlyJaxError for useless values.
@@ -91,18 +87,13 @@ class RequestBuilder:
             raise self._unknown(config.rule)
         patterns = self._patterns(request)
         first = Request(
-            (),
-            engine.max_length if request.limit is None else request.limit,
-            rule,
+            (), engine.max_length if request.limit is None else request.limit, rule,
             config.to_sampling(),
-            secrets.randbelow(2**31) if request.seed is None else request.seed,
-            request.stops,
-            request.num_logprobs,
-            bool(request.ignore_eos),
-            None if patterns == self.config.limits.protect else protected(patterns),
-            cache_salt,
+            secrets.randbelow(2**31) if request.seed is None else request.seed, request.stops,
+            request.num_logprobs, bool(request.ignore_eos),
+            None if patterns == self.config.limits.protect else protected(patterns), cache_salt,
             repeats=request.seed is not None,
-        )
+        )  # fmt: skip
         # Without a seed no two answers share their draws; with one each prompt's are its own.
         apart = request.n if request.seed is None else 0
         return [

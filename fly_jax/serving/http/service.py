@@ -35,13 +35,9 @@ class Service:
     """
 
     def __init__(
-        self,
-        name: str,
-        engine: AsyncEngine,
-        pair: Pair,
-        builder: RequestBuilder,
+        self, name: str, engine: AsyncEngine, pair: Pair, builder: RequestBuilder,
         limits: ServerLimits,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.engine, self.pair = name, engine, pair
         self.builder, self.limits = builder, limits
         self.metrics = ServerMetrics(engine.engine)
@@ -208,12 +204,9 @@ class ResponseStream:
     """A reply made of the engine's tokens; `async with` frees the slots, whatever happens."""
 
     def __init__(
-        self,
-        service: Service,
-        request: GenerationRequest,
-        style: replies.Style,
+        self, service: Service, request: GenerationRequest, style: replies.Style,
         streams: Sequence[TokenStream],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._service, self._request, self._style = service, request, style
         self.answers = [_Answer(stream) for stream in streams]
         self._fields: dict[str, Any] = {

@@ -294,13 +294,9 @@ class Clause:
         return plain(functools.reduce(numpy_of(sizes).maximum, sizes, np.int32(0)))
 
     def judge(
-        self,
-        seen: Seen,
-        mismatch: DraftFlags,
-        barred: DraftFlags,
-        affordable: DraftFlags | None,
+        self, seen: Seen, mismatch: DraftFlags, barred: DraftFlags, affordable: DraftFlags | None,
         end: Int32[Array, " rows"],
-    ) -> tuple[DraftFlags, Int[Array, "rows draft"]]:
+    ) -> tuple[DraftFlags, Int[Array, "rows draft"]]:  # fmt: skip
         """Tells where it allows a rescue, and gives the `Why` of each refusal.
 
         Nothing can rescue `barred` tokens. `affordable` marks mismatches within the risk budget,

@@ -193,11 +193,9 @@ RULES: dict[str, type[Loose]] = {
 }
 # vLLM's words for FLy, and ours.
 VLLM_NAMES = {
-    "rejection_sample_method": "rule",
-    "fly_window_size": "window_size",
-    "fly_entropy_threshold": "entropy_threshold",
-    "fly_entropy_top_k": "entropy_top_k",
-}
+    "rejection_sample_method": "rule", "fly_window_size": "window_size",
+    "fly_entropy_threshold": "entropy_threshold", "fly_entropy_top_k": "entropy_top_k",
+}  # fmt: skip
 
 
 def from_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -291,15 +291,11 @@ def _stacked(numbers: Sequence[Any]) -> np.ndarray:
 
 
 def accept(
-    rule: Rule,
-    evidence: TargetEvidence,
-    draft_tokens: DraftTokens,
-    *,
+    rule: Rule, evidence: TargetEvidence, draft_tokens: DraftTokens, *,
     protected: Bool[Array, "*rows vocab"] | None = None,
-    num_drafted: Int[Array, " rows"] | None = None,
-    memory: Int32[Array, "pairs 2"] | None = None,
+    num_drafted: Int[Array, " rows"] | None = None, memory: Int32[Array, "pairs 2"] | None = None,
     state: RuleState | None = None,
-) -> Verdict:
+) -> Verdict:  # fmt: skip
     """Keeps a prefix of every row's draft. Pure, and cheap: it works on [rows, draft] only.
 
     FlyJaxError where the evidence is of another draft, or the rule lacks what it asks for.
@@ -347,13 +343,11 @@ def accept(
     next_why = jnp.where(num_accepted == end, Why.BONUS.value, Why.CORRECTED.value)
     is_rescue = prefix & rescued
     return Verdict(
-        num_accepted=num_accepted,
-        next_token=taken(evidence.replacement, num_accepted),
-        next_why=next_why.astype(jnp.int8),
-        why=why.astype(jnp.int8),
+        num_accepted=num_accepted, next_token=taken(evidence.replacement, num_accepted),
+        next_why=next_why.astype(jnp.int8), why=why.astype(jnp.int8),
         num_rescued=jnp.sum(is_rescue, axis=1, dtype=jnp.int32),
         regret=None if rule.budget is None else jnp.where(is_rescue, here.gap, 0),
-    )
+    )  # fmt: skip
 
 
 def barred_tokens(

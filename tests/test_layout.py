@@ -147,9 +147,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(_ROOT / name, source / name, symlinks=True, ignore=left_out)
     for name in (*_SOURCES, *_LINKS):
         shutil.copy2(_ROOT / name, source / name, follow_symlinks=False)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(directory), str(source)]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    build = f"from setuptools import build_meta as it; it.build_wheel({str(directory)!r})"
+    subprocess.run([sys.executable, "-c", build], check=True, cwd=source, stdout=subprocess.DEVNULL)
     (wheel,) = directory.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(directory / "unpacked")

@@ -182,8 +182,8 @@ def check_same(settings: dict[str, Json]) -> None:
     """Raises FlyJaxError on all processes unless all have the same settings; it names the first."""
     first = broadcast(settings)
     with joint_errors():
-        for name in sorted(first.keys() | settings.keys()):  # of two commands, or two versions
-            mine, wanted = settings.get(name), first.get(name)
+        for name, wanted in first.items():
+            mine = settings.get(name)  # another command lacks some
             if mine != wanted:
                 here, there = ("not given" if one is None else one for one in (mine, wanted))
                 raise FlyJaxError(

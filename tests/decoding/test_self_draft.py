@@ -17,9 +17,8 @@ from refusals import assert_refused
 from safetensors.numpy import load_file
 from tiny_pair import CONFIG, VOCAB_SIZE, write_tokenizer
 
-from fly_jax import Generation, Lookup, Pair, Why, generate, load_pair
-from fly_jax.decoding.config import RoundStatic
-from fly_jax.decoding.pair import checked_drafter, open_pair
+from fly_jax import Generation, Pair, Why, generate, load_pair
+from fly_jax.decoding.pair import open_pair
 from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_of
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
@@ -287,6 +286,4 @@ def test_pard_is_known_by_its_config_or_by_a_given_token(root: Path, tmp_path: P
     assert_refused("there is no draft model", open_pair, target, draft_parallel=5)
     assert_refused("pard_token=100000 ", open_pair, target, draft, draft_parallel=100_000)
     assert_refused("last --draft", open_pair, target, [marked, target])
-    static = RoundStatic(5, lookup=Lookup())
-    assert_refused("last --draft", checked_drafter, pair.target, pair.drafts, static)
     assert_refused("pard_token=320", dataclasses.replace, CONFIG, pard_token=VOCAB_SIZE)

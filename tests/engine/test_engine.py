@@ -66,7 +66,7 @@ def check_logprobs(found: Sequence[RequestState]) -> None:
     assert ((Why.CORRECTED, False) in whys) == any(one.request.sampling for one in found)
 
 
-@pytest.mark.parametrize("name", ["rules and sampling", "defer", "lookup alone"])
+@pytest.mark.parametrize("name", ["defer", "lookup alone"])
 def test_rows_move_to_the_first_slot(name: str, compilations: Callable[[], list[str]]) -> None:
     kind = KINDS[name]
     engine, asked = engine_for(kind, num_slots=4), requests(kind, 3)

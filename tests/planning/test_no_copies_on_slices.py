@@ -49,7 +49,7 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
     ("name", "target", "draft", "where"),
     [
         *((name, LARGE, SMALL, "v5e 8x8") for name in ("exact", "sampled", "auto")),
-        *((name, LARGE, "pard-llama-3.2-1b", "v5e 8x8") for name in ("exact", "auto")),
+        ("exact", LARGE, "pard-llama-3.2-1b", "v5e 8x8"),
         ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "v5e 2x2"),
         ("head below", LARGE, f"{SMALL} eagle3-{SMALL}", "v5e 8x8"),
         ("head below", "qwen-3-32b", "qwen-3-8b dspark-qwen-3-8b", "v5e 4x4"),

@@ -187,13 +187,11 @@ def engine_of(name: str, kind: str = "eagle3", **given: Any) -> Engine:
     ("kind", "name", "margin"),
     [
         *itertools.product(["eagle3", "dspark", "pard"], ["exact", "sampled"], [0.0]),
-        ("eagle3", "depths", 0.0),
-        ("eagle3", "depths below, lookup", 0.0),
-        ("eagle3", "exact below", 2.0),
-        ("eagle3", "exact, lookup", 0.0),
+        ("eagle3", "depths", 0.0), ("eagle3", "depths below, lookup", 0.0),
+        ("eagle3", "exact below", 2.0), ("eagle3", "exact, lookup", 0.0),
         ("dspark", "sampled, lookup", 0.0),
     ],
-)
+)  # fmt: skip
 def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> None:
     models, spec = drafts_of(name, kind)
     engine = pairs.pair_engine(PAIR, spec.with_static(level_margin=margin), *models)
@@ -230,8 +228,8 @@ def test_draws_are_of_the_logits_that_acceptance_divides_by(
     draft = drafted(text, length)
     expected = terms.choose(draft.logits, length[:, None] + np.arange(k), None)
     np.testing.assert_array_equal(draft.tokens, expected)
-    found = draft.tokens[2].tolist() == PROMPTS[2][2:7]  # behind the two tokens that come again
-    assert found == (lookup is not None)
+    # Behind two tokens that come again.
+    assert (draft.tokens[2].tolist() == PROMPTS[2][2:7]) == (lookup is not None)
 
 
 @pytest.mark.parametrize(

@@ -17,5 +17,6 @@ srun --kill-on-bad-exit=1 python -m fly_jax.launch \
   --mesh 2x8 \
   --target "$models/Llama-3.1-405B-Instruct" \
   --draft "$models/Llama-3.1-8B-Instruct" \
+  --rule fly --num_speculative_tokens 25 \
   --prompts_file "$models/prompts.jsonl" \
   --json

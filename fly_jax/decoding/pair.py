@@ -422,7 +422,7 @@ def check_chain(
     k = 0 if static.depths else static.num_speculative_tokens
     sizes = (k, *static.level_speculative_tokens)
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
-        _check_nothing_below(config, below)
+        _check_nothing_below(config, below or (None if above is target else static.lookup))
         if config.head is not None:
             _check_head(above, config, "target" if above is target else "draft model above it")
     for level, (config, size) in enumerate(zip(drafts, sizes, strict=False)):
@@ -503,8 +503,8 @@ def _check_nothing_below(config: LlamaConfig, below: object) -> None:
             else ("head", "from the states of the model above it alone")
         )
         raise FlyJaxError(
-            f"A {what} was given with another draft below it, and drafts {drafts}; make it the "
-            "last --draft."
+            f"A {what} was given with a draft below it, or below a draft model with a lookup, and "
+            f"drafts {drafts}; make it the last --draft, and leave prompt_lookup_max out."
         )
 
 

@@ -333,11 +333,13 @@ class Engine:
         # 3) Read the rounds before; after the last row nothing else is waited for.
         found: list[tuple[RequestState, Settled]] = []
         if follows:
-            output = self._awaited(self._pending[0])
+            is_there = False
             try:
+                output, is_there = self._awaited(self._pending[0]), True
                 found = self._read(self._pending.popleft(), output)
-            except BaseException:
-                self._cancel_all()
+            except BaseException as error:
+                if is_there or not isinstance(error, KeyboardInterrupt):
+                    self._cancel_all()
                 raise
         self._forget_rounds()
         return found

@@ -192,10 +192,7 @@ class Prefill:
         self._chunks.extend(self.plan.chunks(group[0][1].length, longest, number))
 
     def run(self, *, waits: bool) -> tuple[int, DecodeState | None]:
-        """Runs the next chunk; returns its tokens, and the rows once their prompts are done.
-
-        One that `waits` first does so for the chunk before.
-        """
+        """Runs a chunk, perhaps behind the last; returns its tokens, and rows that are done."""
         assert self._rows is not None
         if waits:
             jax.block_until_ready(self._rows.length)

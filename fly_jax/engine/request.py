@@ -274,7 +274,8 @@ def check_request(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
             "answer; shorten it, or raise max_length."
         )
-    whole, drawn = [request.seed, *(request.protected_token_ids or ())], request.sampling
+    whole, drawn = [request.seed], request.sampling
+    whole += [] if request.protected_token_ids is None else request.protected_token_ids
     is_one = isinstance(drawn, Sampling | None) and not any(map(np.ndim, jax.tree.leaves(drawn)))
     if not (is_one and all(isinstance(one, numbers.Integral) for one in whole)):
         raise FlyJaxError(

@@ -41,14 +41,14 @@ def compare_paired(base: Verdicts, other: Verdicts, margin: float) -> dict[str, 
     if abs(score) * math.sqrt(number) >= _Z:
         verdict = "not worse" if score > 0 else "worse"
     half = (gained + lost) / number / 2
-    needed: int | None = math.ceil(((_Z + _Z_POWER) / _tango(half, half, limit)) ** 2)
-    if needed is not None and needed <= number:  # a difference of just the margin decides nothing
-        needed = math.ceil((_Z / score) ** 2) if score else None
+    needed = math.ceil(((_Z + _Z_POWER) / _tango(half, half, limit)) ** 2)
+    if needed <= number:  # a difference of just the margin decides nothing
+        needed = math.ceil((_Z / score) ** 2) if score else 0
     return {
         "retention": kept and kept[0], "low": kept and kept[1], "high": kept and kept[2],
         "points": 100 * (gained - lost) / number, "gained": gained, "lost": lost,
         "mcnemar_p": mcnemar(gained, lost), "verdict": verdict,
-        "items_to_decide": needed if verdict == "undecided" else None,
+        "items_to_decide": (needed or None) if verdict == "undecided" else None,
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import sys
@@ -101,10 +102,14 @@ class Conversation:
         self._engines: dict[DecodingConfig, Engine] = {}
         self._view = TextView(sys.stdout)
         self._messages = _beginning(values)
-        digest, limits = pair.tokenizer.digest, config.limits
-        self._memory = CorrectionMemory(digest, min_count=limits.csd_min_count)
-        if limits.memory is not None:
-            self._memory = load_memory(Path(limits.memory), digest, min_count=limits.csd_min_count)
+
+    @functools.cached_property
+    def _memory(self) -> CorrectionMemory:
+        """What the rules that look something up know, also of the conversation so far."""
+        digest, limits = self._pair.tokenizer.digest, self._given.limits
+        if limits.memory is None:
+            return CorrectionMemory(digest, min_count=limits.csd_min_count)
+        return load_memory(Path(limits.memory), digest, min_count=limits.csd_min_count)
 
     def take(self, line: str) -> None:
         """Runs a command line, or answers a message; it prints errors."""
@@ -188,7 +193,7 @@ class Conversation:
             most = min(max(_LEAST_LENGTH, 1 << (length - 1).bit_length()), context)
             engine = Engine.of(
                 self._pair, self._config, num_slots=1, max_length=most, offline=True,
-                memory=self._memory,
+                memory=self._memory if self._config.to_rule().uses_memory else None,
             )  # fmt: skip
             self._engines[self._config] = engine
         return engine

@@ -322,7 +322,8 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
         # An EAGLE-3 head may have a window whatever the family of its layer.
         is_eagle = isinstance(head, head_config.Eagle3)
-        of_head = _read_windows(hf, 1, lambda _: False) if is_eagle else {}
+        says = "sliding_attention" in (hf.get("layer_types") or ()) if is_eagle else False
+        of_head = _read_windows({"use_sliding_window": says, **hf}, 1, lambda _: False)
         rope = _rope_fields(hf, source)
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
         scaling = _rope_scaling(rope, sizes["max_context"])

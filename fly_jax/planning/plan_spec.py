@@ -156,10 +156,7 @@ class PlanSpec:
 
     @property
     def drafts_by_data(self) -> bool:
-        """Tells whether data decides which passes run: the program names all that may.
-
-        Levels and a lookup below shorten drafts, and a chosen K or an unsure head the verification.
-        """
+        """Tells whether data decides which passes run: the program names all that may."""
         static, draft = self.rounds.static, self.draft
         waits = static.lookup is not None and draft.head is None and draft.pard_token is None
         return bool(self.below or waits or static.depths or static.draft_confidence)

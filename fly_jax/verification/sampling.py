@@ -206,10 +206,7 @@ def uniform_noise(row_keys: RowKeys, positions: Tokens) -> Float32[Array, "rows 
 
 
 def block_noise(row_keys: RowKeys, vocab_size: int) -> Float32[Array, "rows 1 vocab"]:
-    """The Gumbel noise of the one token that each row's block draws, by the key of its row.
-
-    Where in the block that is depends on nothing but the uniform noise, so one serves all places.
-    """
+    """The Gumbel noise of the one token that a row's block draws, whose place it has no say in."""
     places = jnp.full((len(row_keys), 1), _FIRST_DRAW, jnp.int32)
     return gumbel_noise(position_keys(row_keys, places), vocab_size)
 

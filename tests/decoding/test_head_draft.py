@@ -187,7 +187,7 @@ def engine_of(name: str, kind: str = "eagle3", **given: Any) -> Engine:
     ("kind", "name", "margin"),
     [
         *itertools.product(["eagle3", "dspark", "pard"], ["exact", "sampled"], [0.0]),
-        ("eagle3", "depths", 0.0), ("eagle3", "depths below, lookup", 0.0),
+        ("eagle3", "depths", 0.0), ("eagle3", "depths below", 0.0),
         ("eagle3", "exact below", 2.0), ("eagle3", "exact, lookup", 0.0),
         ("dspark", "sampled, lookup", 0.0),
     ],
@@ -311,7 +311,7 @@ def test_a_rollback_restores_what_it_knows() -> None:
     assert sum(one.num_rollbacks for one in found) > 0
 
 
-@pytest.mark.parametrize(("kind", "name"), [("eagle3", "exact"), ("dspark", "fly below")])
+@pytest.mark.parametrize(("kind", "name"), [("eagle3", "exact, lookup"), ("dspark", "fly below")])
 def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     """Requests that come and go, some of them on with the beginning that a slot holds."""
     beginning = [3, 1, 4, 1, 5, 9, 2, 6] * 3

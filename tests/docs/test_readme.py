@@ -46,7 +46,7 @@ def run(
         for name in ("configs", "recipes"):
             (tmp_path / name).symlink_to(ROOT / name)
         for size, folder in zip(("405B", "8B"), EMBEDDED_PAIR, strict=True):
-            command = command.replace(f"meta-llama/Llama-3.1-{size}-Instruct", str(folder))
+            command = command.replace(f"/models/Llama-3.1-{size}-Instruct", str(folder))
         command = command.replace("--mesh 8x8", "--mesh 2x4")  # what can be had here
         # In a process, as a reader would: what a shell has a part in.
         if not command.startswith(LAUNCH) or ">" in shlex.split(command):

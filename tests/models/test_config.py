@@ -254,8 +254,7 @@ def test_each_format_names_its_layers(fields: dict[str, Any], layers: tuple[int,
 def test_a_head_may_have_a_window_where_its_layer_is_a_llamas() -> None:
     """As speculators' `train` writes it, if it is not told otherwise."""
     layer = CONFIG | {"layer_types": ["sliding_attention"], "sliding_window": 64}
-    layer = NESTED | {"transformer_layer_config": layer | {"use_sliding_window": True}}
-    assert config_of(layer).windowed_layers == (0,)
+    assert config_of(NESTED | {"transformer_layer_config": layer}).windowed_layers == (0,)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +303,8 @@ def test_a_head_is_of_the_model_above_it_and_the_last_draft() -> None:
     assert_refused("the draft model above it has a width of 64", check_chain, draft, [target, head])
     assert_refused("the target has a width of 64", check_chain, target, [head])
     assert_refused("last --draft", check_chain, draft, [head, draft])
-    check_chain(draft, [head], RoundStatic(3, Lookup()))
+    given = target, [draft, head], RoundStatic(3, Lookup())
+    assert_refused("prompt_lookup_max", check_chain, *given)
     fewer = dataclasses.replace(draft, draft_vocab_size=40)
     assert_refused("which has not all tokens", check_chain, target, [fewer, head])
 

@@ -135,8 +135,13 @@ class HybridState:
 
     own: Any
     kept: RowFloats  # its draft tokens that were kept
-    refused: RowFloats  # its drafts that ended with one that was not
-    looked: RowFlags  # the last draft is the lookup's
+    ended: RowFloats  # its drafts that ended before as many were kept as it had been asked for
+    asked: RowInts  # what it was asked for last: 0 where the lookup was
+
+
+def _unrecorded(own: Any, asked: RowInts) -> HybridState:
+    tokens = jnp.full(asked.shape, _PRIOR_TOKENS, jnp.float32)
+    return HybridState(own, tokens * _PRIOR_RATE, tokens * (1 - _PRIOR_RATE), asked)
 
 
 def _of_own(name: str) -> Any:
@@ -179,17 +184,14 @@ class HybridDraft(Drafter):
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HybridState:
         """A state of rows in which nothing was drafted."""
-        one = jnp.full((rows,), _PRIOR_TOKENS, jnp.float32)
-        kept, refused = one * _PRIOR_RATE, one * (1 - _PRIOR_RATE)
-        return HybridState(
-            self.own.init(rows, capacity, dtype), kept, refused, jnp.zeros(rows, bool)
-        )
+        return _unrecorded(self.own.init(rows, capacity, dtype), jnp.zeros(rows, jnp.int32))
 
     def prefill(
         self, state: HybridState, tokens: Tokens, start: Index, hidden: Hidden | None
     ) -> HybridState:
-        """Takes in a piece of the prompts, of which the lookup reads the text itself."""
-        return dataclasses.replace(state, own=self.own.prefill(state.own, tokens, start, hidden))
+        """Takes in a piece of the prompts; what rows began like has nothing to say of theirs."""
+        own = self.own.prefill(state.own, tokens, start, hidden)
+        return _unrecorded(own, jnp.ones_like(state.asked))
 
     def propose(
         self, state: HybridState, text: Text, length: RowInts, num_speculative_tokens: int,
@@ -199,12 +201,14 @@ class HybridDraft(Drafter):
         k, wanted = num_speculative_tokens, terms.of_each(length, num_speculative_tokens)
         found, _ = self.lookup.propose((), text, length, k, terms)
         assert found.rates is not None
-        rate = state.kept / (state.kept + state.refused)
-        rates = jnp.stack((found.rates, jnp.broadcast_to(rate[:, None], found.rates.shape)))
+        rate = column(state.kept / (state.kept + state.ended))
+        rate = jnp.where(jnp.arange(k) < (self.own.most_tokens or k), rate, 0)
+        rates = jnp.stack((found.rates, rate))
         promised = jnp.cumprod(jnp.where(jnp.arange(k) < column(wanted), rates, 0), axis=-1)
         better = jnp.sum(promised[0], axis=-1) > jnp.sum(promised[1], axis=-1)
         looked = better & (found.num_drafted == wanted) & (wanted > 0)
-        others = dataclasses.replace(terms, wanted=jnp.where(looked, 0, wanted))
+        asked = jnp.where(looked, 0, wanted)
+        others = dataclasses.replace(terms, wanted=asked)
         draft, own = self.own.propose(state.own, text, length, k, others)
         is_found, logits = column(looked), draft.logits
         if logits is not None:  # as if drawn from what is certain
@@ -216,7 +220,8 @@ class HybridDraft(Drafter):
             draft, tokens=jnp.where(is_found, found.tokens, draft.tokens), logits=logits,
             num_drafted=jnp.where(looked, wanted, draft.num_drafted),
         )  # fmt: skip
-        return draft, dataclasses.replace(state, own=own, looked=self._whole(looked))
+        asked = jnp.where(wanted > 0, asked, state.asked)
+        return draft, dataclasses.replace(state, own=own, asked=self._whole(asked))
 
     def observe(
         self, state: HybridState, verdict: Verdict, hidden: Hidden | None, *,
@@ -224,22 +229,23 @@ class HybridDraft(Drafter):
     ) -> HybridState:  # fmt: skip
         """Counts the fate of the other drafter's tokens, and lets it learn."""
         own = self.own.observe(state.own, verdict, hidden, draft=draft, live=live)
-        counts, faded = live & ~state.looked, 0.5 ** (1 / _HALF_LIFE)
+        counts = live & (state.asked > 0) & (draft.num_drafted > 0)
+        faded = 0.5 ** (1 / _HALF_LIFE)
 
         def counted(before: RowFloats, more: RowInts | RowFlags) -> RowFloats:
             return self._whole(jnp.where(counts, before * faded + more, before))
 
         kept = counted(state.kept, verdict.num_accepted)
-        refused = counted(state.refused, verdict.num_accepted < draft.num_drafted)
-        return dataclasses.replace(state, own=own, kept=kept, refused=refused)
+        ended = counted(state.ended, verdict.num_accepted < state.asked)
+        return dataclasses.replace(state, own=own, kept=kept, ended=ended)
 
     def _whole(self, rows: Any) -> Any:
         """The numbers whole on every device: another placement would be another program."""
         return rows if self.layout is None else self.layout.constrain(rows, (None,))
 
     def passes_behind(self, state: HybridState, length: RowInts, live: RowFlags) -> Index:
-        """Counts the other drafter's passes."""
-        return self.own.passes_behind(state.own, length, live)
+        """Counts the other drafter's passes, for rows in which it is asked."""
+        return self.own.passes_behind(state.own, length, live & (state.asked > 0))
 
     def keep(self, state: HybridState, start: RowInts, hidden: Hidden | None) -> HybridState:
         """Hands on what a draft model above has computed."""

@@ -171,8 +171,8 @@ def load_llama(
     if layout is None and _has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
         kept = _Kept(source, np.dtype(dtype), int8=int8)
-        # A file of what is read as it lies would be a second one.
-        is_converted = unstacked or int8 or source.stored_types != {_STORED_NAMES[kept.dtype.name]}
+        lies = source.stored_types == {_STORED_NAMES.get(kept.dtype.name)}  # which needs no second
+        is_converted = unstacked or int8 or not lies
         if (is_converted and kept.map(path, weights_cache, say)) or unstacked:
             source = kept
         if source is kept and unstacked:

@@ -353,11 +353,7 @@ def accept(
 def barred_tokens(
     evidence: TargetEvidence, drafted: DraftTokens, protected: Bool[Array, "*rows vocab"] | None
 ) -> DraftFlags:
-    """Tells where a token is protected, or the target gives the draft token probability 0.
-
-    That is what top-k, top-p or min-p have cut, and what is 0 in float32 before the temperature:
-    a low one makes much improbable, and no rescue impossible.
-    """
+    """Tells where a token is protected, or has probability 0: cut, or before the temperature."""
     # Accelerators round numbers below the smallest normal float32 to 0; here every device does.
     smallest = math.log(jnp.finfo(jnp.float32).tiny)
     barred = ~((evidence.log_prob >= smallest) & (evidence.draft_log_prob > -jnp.inf))

@@ -148,10 +148,11 @@ def main() -> None:
     of_batch = result.setdefault("batch_size", {}).setdefault(str(FLAGS.batch_size), {})
     of_batch["best_exact_k"] = best
     for k in FLAGS.k:
-        found = of_batch.setdefault("k", {})[k] = {}
+        found = of_batch.setdefault("k", {}).setdefault(k, {})
         for on, best_k in best.items():
             tuned = DecodingConfig(rule="exact", num_speculative_tokens=best_k)
-            found[on] = _figures(held_out(on, {BEST_EXACT: tuned, **_configs(int(k))}), on)
+            made = _figures(held_out(on, {BEST_EXACT: tuned, **_configs(int(k))}), on)
+            found.setdefault(on, {}).update(made)
         machine.write("rules", result)
 
 

@@ -15,12 +15,3 @@ def file_trouble(error: OSError) -> str:
         f"({error.strerror or error}); check the disk's space and the path's permissions, then "
         "start again."
     )
-
-
-def check_unicode(text: str, name: str) -> None:
-    """Raises FlyJaxError for bytes of a command line, or half of a pair that JSON can spell."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        said = f"{name} holds a character that is not valid Unicode; give it as UTF-8."
-        raise FlyJaxError(said) from error

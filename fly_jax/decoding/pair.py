@@ -26,7 +26,7 @@ from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.decoding.drafters.lookup import HybridDraft, Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
-from fly_jax.errors import FlyJaxError, check_unicode
+from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
@@ -42,7 +42,7 @@ from fly_jax.models.llama import (
     separates_layers,
 )
 from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
-from fly_jax.models.tokenizer import Tokenizer
+from fly_jax.models.tokenizer import Tokenizer, check_unicode
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import joint_errors, num_processes

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters
 from fly_jax.decoding.pair import CheckedPrompt
-from fly_jax.errors import FlyJaxError, check_unicode
+from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
 from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFlags
@@ -222,13 +222,11 @@ def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool
             "--chat was given, and the target's tokenizer has no chat template; leave it out, or "
             "give an instruct model."
         )
-    if values.system is not None:
-        check_unicode(values.system, "--system")
-        if not (chats or any(one.messages for one in prompts)):
-            raise FlyJaxError(
-                "--system was given, and no prompt is a conversation; leave it out, or give an "
-                "instruct model and no --nochat."
-            )
+    if values.system is not None and not (chats or any(one.messages for one in prompts)):
+        raise FlyJaxError(
+            "--system was given, and no prompt is a conversation; leave it out, or give an "
+            "instruct model and no --nochat."
+        )
     return chats
 
 
@@ -339,15 +337,12 @@ def _conversation(messages: object, source: str) -> Prompt:
             'write such as {"messages": [{"role": "user", "content": "Hello"}]}, or give '
             "--skip_bad_prompts."
         )
-    for text in (text for one in given for text in one.values()):
-        check_unicode(text, source)
     return Prompt(given[-1]["content"], source, messages=tuple(given))
 
 
 def _check_text(text: str, source: str) -> None:
     if not text:
         raise FlyJaxError(f"{source} is empty; decoding needs at least one token: give some text.")
-    check_unicode(text, source)
 
 
 # Added to the seconds in which the service misses a process.

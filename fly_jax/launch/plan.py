@@ -110,13 +110,20 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
         if not values.gives("num_speculative_tokens"):
             config = config.replace(num_speculative_tokens=PUBLISHED_K)
         k = largest_depth(config.num_speculative_tokens)
-        # FLy's rule if none is given, or a lossless one for a small K.
-        if not values.gives("rule") and config.fly.window_size >= k:
-            config = config.replace(rule="exact")
+        # FLy's rule if none is given, or a lossless one where its window does not fit.
+        if (
+            not values.gives("rule")
+            and k <= config.fly.window_size
+            and config.drafting.boundary != "defer"
+        ):
+            config = config.replace(rule="sampled" if config.sampling.temperature else "exact")
     served: dict[str, Any] = {}
     if values.serve:
-        from fly_jax.serving.http.request_builder import RequestBuilder
-
+        try:
+            from fly_jax.serving.http.request_builder import RequestBuilder
+        except ModuleNotFoundError as error:
+            said = f"--serve needs {error.name}, which is not installed; install it with "
+            raise FlyJaxError(f"{said}pip install 'fly_jax[serve]'.") from error
         builder = RequestBuilder.of(config)
         config = builder.for_engine
         served = {"prefill_chunk": values.prefill_chunk, "rules": tuple(builder.kinds)}
@@ -139,7 +146,7 @@ def _config(name: str) -> LlamaConfig:
     from fly_jax.models.checkpoints.source import is_gguf
     from fly_jax.models.presets import preset
 
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     if is_gguf(path):
         return gguf_config(open_gguf(path))
     return read_config(path) if path.is_dir() else preset(name)

@@ -46,7 +46,9 @@ class _TrainFlags(PromptFlags):
     )
     directory: str = parameter("runs/head", "where answers, checkpoints and the head go")
     num_steps: int = parameter(2000, "optimiser steps", low=1)
-    tokens_per_step: int = parameter(2048, "tokens of a step; 8192 suits an accelerator", low=1)
+    tokens_per_step: int = parameter(
+        2048, "tokens of a step, in rows of 1024; 8192 suits an accelerator", low=1024
+    )
     mesh: str = parameter("1x1", "where the teacher lies, such as 8x8")
     dtype: Dtype | None = parameter(
         None, "of the teacher; else float32 on CPUs and bfloat16 elsewhere", choices=DTYPES
@@ -103,7 +105,7 @@ def _make_head(values: _TrainFlags) -> None:
     _claim(directory, {
         "teacher": identity(opened.target.path),
         "dtype": dtype,
-        "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "prompts_file (or --chat, --system)": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         **{name: getattr(values, name) for name in ("temperature", "max_new_tokens", "seed")},
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)

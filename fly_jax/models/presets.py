@@ -41,6 +41,7 @@ def preset(name: str) -> LlamaConfig:
     """The configuration of a published model, such as `"llama-3.1-8b"`, one of `PRESETS`."""
     if name not in PRESETS:
         raise FlyJaxError(
-            f"There is no preset '{name}'; the presets are {', '.join(PRESETS)}: name one of them."
+            f"There is no preset '{name}', nor a folder or GGUF file of that name; the presets are "
+            f"{', '.join(PRESETS)}: name one of them."
         )
     return PRESETS[name]

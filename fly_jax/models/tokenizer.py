@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 import tokenizers
 
-from fly_jax.errors import FlyJaxError, check_unicode
+from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, read_config, read_json
 
 _SPACE = "\u2581"
@@ -206,6 +206,15 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     named = {ids[name] for name in special.values() if name in ids}
     controls = tuple(sorted(vocabulary.control_ids | named | set(eos_ids)))
     return Tokenizer(vocabulary, eos_ids, controls, _chat_template(folder, settings), special)
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises FlyJaxError for bytes of a command line, or half of a pair that JSON can spell."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        said = f"{name} holds a character that is not valid Unicode; give it as UTF-8."
+        raise FlyJaxError(said) from error
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

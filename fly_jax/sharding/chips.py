@@ -111,7 +111,7 @@ def chip_of(device_kind: str) -> Chip | None:
 
 def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:
     """The sizes of neighbouring axes of a mesh (outermost first), and the stride of their group."""
-    sizes = [mesh[name] for name in names]
     axes = list(mesh)
-    inside = axes[axes.index(names[-1]) + 1 :] if names else []
-    return sizes, math.prod(mesh[name] for name in inside)
+    own = [name for name in axes if name in names]
+    inside = axes[axes.index(own[-1]) + 1 :] if own else []
+    return [mesh[name] for name in own], math.prod(mesh[name] for name in inside)

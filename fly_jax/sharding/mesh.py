@@ -178,7 +178,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(path))
         # Once for each command: JAX's own limit looks at every file before each program that it
         # keeps (a tenth of a second a program where a thousand lie there).
-        forget_oldest(path, _MOST_BYTES)
+        forget_oldest(kept, _MOST_BYTES, "jax-*/*")
     if _LEAST_SECONDS_OF_JAX not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -199,10 +199,10 @@ def kept_folder(given: str | Path | None, variable: str, name: str) -> Path | No
     wanted = str(given or os.environ.get(variable) or "")
     if wanted.lower() in _OFF:
         return None
-    if wanted:
-        return Path(wanted).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
+        if wanted:
+            return Path(wanted).expanduser()
         folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:
         raise FlyJaxError(

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import random
+import resource
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +42,7 @@ def continued(
     engine: Engine, prompts: Sequence[Sequence[int]], file: Path, *, max_new_tokens: int, seed: int
 ) -> list[Document]:
     """The teacher's continuations, kept in a JSON lines file that a later run continues."""
-    found = dict(_read(file))
+    found = dict(read_documents(file))
     with (
         file.open("a", encoding="utf-8") as out,
         tqdm(total=len(prompts), initial=len(found), desc="Continuing", unit="prompt") as bar,
@@ -58,8 +60,8 @@ def continued(
     return [found[index] for index in sorted(found)]
 
 
-def _read(file: Path) -> Iterator[tuple[int, Document]]:
-    """The records of an earlier run; a last one that is incomplete is removed from the file."""
+def read_documents(file: Path) -> Iterator[tuple[int, Document]]:
+    """The numbered records of an earlier run; a last incomplete one is removed from the file."""
     if not file.exists():
         return
     text = file.read_bytes()
@@ -90,14 +92,15 @@ def expected(
     """The teacher's expectations of each text's last `length` tokens, kept in parts on disk."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Expected] = []
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # every part stays open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with tqdm(total=len(documents), desc="Reading along", unit="document") as bar:
         for start in range(0, len(documents), _PART_DOCUMENTS):
             some = documents[start : start + _PART_DOCUMENTS]
-            file = folder / f"part_{start // _PART_DOCUMENTS:05}.npy"
             texts = [np.array([*one.prompt, *one.answer], np.int32) for one in some]
-            size = sum(min(len(text), length) for text in texts)
-            # One that was made with another length is made anew.
-            if not file.exists() or len(np.load(file, mmap_mode="r")) != size:
+            digest = zlib.crc32(b"".join(text.tobytes() for text in texts))
+            file = folder / f"part_{digest:08x}_{length}.npy"
+            if not file.exists():
                 made = file.with_suffix(".partial.npy")  # no part is ever half there
                 np.save(made, _read_along(teacher, texts, length, tuple(layers)))
                 made.replace(file)

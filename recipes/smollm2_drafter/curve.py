@@ -38,7 +38,7 @@ from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.training import expectations, heads
-from fly_jax.training.expectations import Document, Expected
+from fly_jax.training.expectations import Expected, read_documents
 from fly_jax.training.trainer import bfloat16_matmul, train
 
 _PART = flags.DEFINE_enum("part", None, ["answers", "features", *heads.KINDS], "what to do")
@@ -123,10 +123,9 @@ def _answer() -> None:
     prompts, held_out = _prompts()
     ids = [_encoded(models, one) for one in prompts]
     most, ends = _NEW.value, pair.tokenizer.eos_token_ids
-    files = [_file(shard).open("a+", encoding="utf-8") for shard in range(_SHARDS.value)]
-    for file in files:
-        file.seek(0)
-    done = {json.loads(line)["index"] for file in files for line in file}
+    paths = [_file(shard) for shard in range(_SHARDS.value)]
+    done = {index for path in paths for index, _ in read_documents(path)}
+    files = [path.open("a", encoding="utf-8") for path in paths]
     batches: list[tuple[list[int], int, int]] = []
     starts = [0, *range(held_out, len(ids), 16 * _SLOTS.value), len(ids)]
     for numbers in itertools.starmap(range, itertools.pairwise(starts)):
@@ -168,11 +167,7 @@ def _answer() -> None:
 
 def _of_shard(pair: Pair, shard: int) -> dict[int, Expected]:
     """The teacher's expectations by the prompt's number."""
-    documents = {}
-    for line in _file(shard).read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        documents[record["index"]] = Document(record["prompt"], record["answer"])
-    documents = dict(sorted(documents.items()))
+    documents = dict(read_documents(_file(shard)))  # in the file's order, which grows at its end
     heard = expectations.expected(
         pair.target.stacked(),  # compiles faster
         list(documents.values()),
@@ -241,7 +236,7 @@ def _train(kind: str) -> None:
             functools.partial(expectations.batches, learned, recipe),
             directory / f"checkpoints_{kind}_{_LAYERS.value}_{wanted}",
             start=start,
-            measured=functools.partial(_held_out, kind, held_out),
+            measured=functools.partial(heads.mean_accepted_tokens, kind, documents=held_out),
             steps_per_checkpoint=heads.steps_per_checkpoint(recipe),
         )
         folder = directory / f"{kind}_{_LAYERS.value}_{wanted}"
@@ -263,10 +258,6 @@ def _train(kind: str) -> None:
         }
         results.write_text(json.dumps(found, indent=2) + "\n")
         print(kind, name, found[name], flush=True)
-
-
-def _held_out(kind: str, held_out: list[Expected], head: Any) -> float:
-    return heads.mean_accepted_tokens(kind, head, held_out)
 
 
 def main(_: list[str]) -> None:

@@ -201,7 +201,7 @@ def test_a_head_learns_its_teachers_text(
     arguments = [
         "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
         f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
-        "--batch_size=3", "--num_steps=30", "--tokens_per_step=256", "--dtype=float32",
+        "--batch_size=3", "--num_steps=30", "--tokens_per_step=1024", "--dtype=float32",
     ]  # fmt: skip
     error = ran(*arguments).err
     assert f"{VOCAB_SIZE // 2 - 1} of {VOCAB_SIZE} tokens" in error
@@ -222,7 +222,7 @@ def test_a_head_learns_its_teachers_text(
     other = tmp_path / "other.txt"
     other.write_text("Ada\n")
     said = ran(*arguments, f"--prompts_file={other}", status=2).err
-    assert "the answers of a run with another --prompts_file; give" in said
+    assert "the answers of a run with another --prompts_file (or --chat, --system); give" in said
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from fly_jax.errors import FlyJaxError, check_unicode
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.tokenizer import check_unicode
 from fly_jax.parameters import parameters_of
 from fly_jax.verification.rules import RULES, VLLM_NAMES, Budget, from_vllm_names
 

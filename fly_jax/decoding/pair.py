@@ -202,7 +202,7 @@ class OpenPair:
 
     def check_drafting(self, config: DecodingConfig) -> None:
         """Raises FlyJaxError for drafts that cannot draft as the config says."""
-        if self.drafter is None:
+        if self.drafter in (None, NGRAM):
             static = RoundSpec.of(config, num_drafts=len(self.drafts)).static
             check_chain(self.target.config, [one.config for one in self.drafts], static)
             head = self.drafts[0].config.head if self.drafts else None
@@ -269,6 +269,11 @@ def open_pair(
                 "pass, and there is no draft model; give one, or leave it out."
             )
         last = proposing[-1].source
+        if last.config.head is not None:
+            raise FlyJaxError(
+                f"draft_parallel is {draft_parallel}, and the last draft is a head, which answers "
+                "no such token; leave it out."
+            )
         last.config = dataclasses.replace(last.config, pard_token=draft_parallel)
     for one in proposing:
         opened.check_draft(one)
@@ -346,23 +351,27 @@ def load_pair(
         chip = chip_of(jax.devices()[0].device_kind)
         matrices = INT8 if int8 or stored_int8 else None
         wanted = dataclasses.replace(workload or Workload(), matrices=matrices)
-        layouts = choose_layouts(devices, config, draft_config, wanted, chip, own)
+        below = [one.config for one in opened.drafts[1:]]
+        layouts = choose_layouts(devices, config, draft_config, wanted, chip, own, below)
         replicated = tuple(layouts.target.fallbacks(parameter_specs(config)))
 
-    def load(one: Checkpoint, layout: Layout | None) -> Llama:
-        separates = separates_layers(one.config, layout, has_integers=int8 or one.source.int8)
+    def load(one: Checkpoint, layout: Layout | None, apart: bool = True) -> Llama:
+        has_integers = int8 or one.source.int8
+        separates = apart and separates_layers(one.config, layout, has_integers=has_integers)
         model = load_llama(
             one, layout=layout, dtype=width, int8=int8, vocab_size=vocab_size,
             unstacked=jax.default_backend() == "cpu" and separates,
             weights_cache=weights_cache, say=say,
         )  # fmt: skip
-        if runs_unstacked(model):
+        if apart and runs_unstacked(model):
             model.unstack()
         return model
 
     loaded = load(opened.target, None if layouts is None else layouts.target)
     draft_layout = None if layouts is None else layouts.draft
-    drafts = [load(one, draft_layout) for one in opened.drafts]
+    # A head's tables, which may be the target's, lie as those do.
+    apart = [one.config.head is None or loaded.is_unstacked for one in opened.drafts]
+    drafts = [load(one, draft_layout, each) for one, each in zip(opened.drafts, apart, strict=True)]
     if own is not None:
         drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):
@@ -484,7 +493,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         elif config.head is not None:
             kind = HeadDraft
         elif config.pard_token is not None:
-            kind, given = ParallelDraft, {"rests": lags or rests}
+            kind, given["rests"] = ParallelDraft, lags or rests or static.lookup is not None
         else:
             given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
         given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}

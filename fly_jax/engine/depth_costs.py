@@ -284,7 +284,8 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     assert output.expected is not None
     kept = np.sum(output.count - (output.count > 0), axis=1)
     longest, rows = np.max(output.num_drafted, axis=1), np.sum(output.live, axis=1)
-    told = output.depth, kept, output.expected, longest > 0, output.num_draft_passes
+    is_drafted = (longest > 0) | (output.num_draft_passes > 0)  # a draft may end before it begins
+    told = output.depth, kept, output.expected, is_drafted, output.num_draft_passes
     rounds = zip(
         np.any(output.live, axis=1), *(one.tolist() for one in (*told, rows, longest)), strict=True
     )

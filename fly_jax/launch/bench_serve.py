@@ -39,7 +39,9 @@ class _BenchServeFlags:
     chat: bool = parameter(False, "ask /v1/chat/completions, not /v1/completions")
     prompts_file: str | None = parameter(None, "as for generate; those built in if not given")
     skip_bad_prompts: bool = parameter(False, "warn of a bad line in the file and go on")
-    num_prompts: int = parameter(48, "requests for each number of clients", low=1)
+    num_prompts: int = parameter(
+        48, "requests for each number of clients, at least one each", low=1
+    )
     max_new_tokens: int = parameter(128, "most tokens of an answer", low=1)
     concurrency: str = parameter("1,4,16", "clients at a time, with commas, each measured in turn")
     extra_body: str = parameter(
@@ -69,9 +71,12 @@ def main(arguments: Sequence[str]) -> None:
 
 async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str, Any]) -> None:
     import httpx
+    import jax
 
     from fly_jax.evaluation.http_load import ask, load, table
     from fly_jax.evaluation.machine import describe
+
+    jax.config.update("jax_platforms", "cpu")  # a chip is the server's, which may run here
 
     given, skips = values.prompts_file, values.skip_bad_prompts
     prompts = built_in_prompts() if given is None else read_prompts(given, skip_bad=skips)
@@ -82,7 +87,8 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
     async with httpx.AsyncClient(**known, timeout=None, limits=httpx.Limits()) as client:
         model = values.model or await _first_model(client)
         bodies = []
-        for prompt in itertools.islice(itertools.cycle(prompts), values.num_prompts):
+        most = max(values.num_prompts, *clients)
+        for prompt in itertools.islice(itertools.cycle(prompts), most):
             if prompt.messages and not values.chat:
                 raise FlyJaxError(f"{prompt.source} is a conversation; give --chat with such.")
             messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
@@ -92,13 +98,14 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
         found = []
         try:
             for number in clients:
-                found.append(await load(client, path, bodies, number))
+                asked_for = bodies[: max(values.num_prompts, number)]
+                found.append(await load(client, path, asked_for, number))
         finally:  # what was measured before a server refused
             if found:
                 print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
-    if values.json:
-        measured = [one.to_dict() for one in found]
-        print(json.dumps({"machine": describe(), "model": model, "measured": measured}))
+            if values.json:
+                measured = [one.to_dict() for one in found]
+                print(json.dumps({"machine": describe(), "model": model, "measured": measured}))
 
 
 async def _first_model(client: Any) -> str:

@@ -67,7 +67,8 @@ def main(arguments: Sequence[str]) -> None:
             "instruct model, or continue texts with the command generate."
         )
     # A template that fails, perhaps only for a system's message, does so before weights are read.
-    models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name="--target")
+    name = "--target" if values.system is None else "--system"
+    models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name=name)
     pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         source = resolve(values.target, values.revision)
         dtype = "bfloat16" if values.dtype == "bf16" else values.dtype
-        convert(source, Path(values.output), dtype)
+        convert(source, Path(values.output).expanduser(), dtype)
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "convert", *arguments])
         raise KeyboardInterrupt(f"Go on where it stopped with: {again}") from interrupt

@@ -280,12 +280,20 @@ GGUF_ARCHITECTURES = {one.gguf: one for one in ARCHITECTURES.values() if one.ggu
 def read_config(folder: Path) -> LlamaConfig:
     """Reads `config.json`, with `generation_config.json`'s ends of text; else FlyJaxError."""
     config = config_of(read_json(folder / "config.json"), str(folder / "config.json"))
-    generation = folder / "generation_config.json"
-    if not generation.exists():
-        return config
-    more = _token_ids(read_json(generation).get("eos_token_id"))
-    ids = tuple(dict.fromkeys(config.eos_token_ids + more))
+    ids = tuple(dict.fromkeys(config.eos_token_ids + ends_of_text(folder)))
     return dataclasses.replace(config, eos_token_ids=ids)
+
+
+def ends_of_text(folder: Path) -> tuple[int, ...]:
+    """The tokens that end texts, by both files of a model of any family; FlyJaxError for others."""
+    paths = (folder / name for name in ("config.json", "generation_config.json"))
+    said = {path: read_json(path).get("eos_token_id") for path in paths if path.exists()}
+    for path, value in said.items():
+        try:
+            _token_ids(value)
+        except TypeError as error:
+            raise FlyJaxError(f"{path} has {error}; give a number, or a list of them.") from error
+    return tuple(one for value in said.values() for one in _token_ids(value))
 
 
 def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
@@ -322,8 +330,8 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
         # An EAGLE-3 head may have a window whatever the family of its layer.
         is_eagle = isinstance(head, head_config.Eagle3)
-        says = "sliding_attention" in (hf.get("layer_types") or ()) if is_eagle else False
-        of_head = _read_windows({"use_sliding_window": says, **hf}, 1, lambda _: False)
+        told = {"use_sliding_window": "sliding_attention" in (hf.get("layer_types") or ()), **hf}
+        of_head = _read_windows(told, 1, lambda _: False) if is_eagle else {}
         rope = _rope_fields(hf, source)
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
         scaling = _rope_scaling(rope, sizes["max_context"])
@@ -435,9 +443,10 @@ def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | Ya
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(one, int) for one in ids):
+        raise TypeError(f"eos_token_id={json.dumps(value)}")
+    return ids
 
 
 def read_json(path: Path) -> Fields:

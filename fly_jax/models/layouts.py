@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import ml_dtypes
 from jax.sharding import AbstractMesh, Mesh
@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from fly_jax.models.architectures import LlamaConfig, MatrixType, ParameterSpec, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape, held_caches
+from fly_jax.models.head_config import Block
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout, axes_in
 
@@ -50,6 +51,7 @@ class Layouts:
 def choose_layouts(
     mesh: Mesh | AbstractMesh, target: LlamaConfig, draft: LlamaConfig | None, workload: Workload,
     chip: Chip | None, draft_matrices: MatrixType | None = None,
+    below: Sequence[LlamaConfig] = (),
 ) -> Layouts:  # fmt: skip
     """The layouts with which a round takes the least time, of those that fit into memory.
 
@@ -59,7 +61,7 @@ def choose_layouts(
     more of it than the target does.
 
     `draft_matrices` are those of the draft, where they are not of the target's type. A target's own
-    draft, which shares parameters with it, lies as it does.
+    draft, which shares parameters with it, lies as it does; models `below` a draft as that does.
     """
     drafting = dataclasses.replace(workload, matrices=draft_matrices or workload.matrices)
     shares = draft_matrices is not None and not draft_matrices.outer
@@ -80,7 +82,9 @@ def choose_layouts(
         seconds = pass_seconds(layouts[0], target, workload, chip)
         if draft is not None:
             held += resident_bytes(layouts[1], draft, drafting)
-            passes = workload.num_speculative_tokens
+            held += sum(resident_bytes(layouts[1], one, drafting) for one in below)
+            at_once = draft.pard_token is not None or isinstance(draft.head, Block)
+            passes = 1 if at_once else workload.num_speculative_tokens
             seconds += passes * pass_seconds(layouts[1], draft, drafting, chip)
         fits = held <= _FILLED * chip.memory_bytes
         ranked.append((not fits, seconds if fits else held, names))

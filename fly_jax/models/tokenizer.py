@@ -22,7 +22,7 @@ import sentencepiece
 import tokenizers
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, read_config, read_json
+from fly_jax.models.architectures import LlamaConfig, ends_of_text, read_json
 
 _SPACE = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -180,8 +180,6 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     path = folder / "tokenizer_config.json"
     both = (folder / "special_tokens_map.json", path)  # older files name them in the first alone
     settings = {key: value for one in both if one.exists() for key, value in read_json(one).items()}
-    if config is None and (folder / "config.json").exists():
-        config = read_config(folder)
     special = {
         key: value if isinstance(value, str) else str(value.get("content"))
         for key, value in settings.items()
@@ -201,8 +199,8 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
             )
     eos = ids.get(special.get("eos_token", ""))
     eos_ids: tuple[int, ...] = () if eos is None else (eos,)
-    if config is not None:
-        eos_ids = tuple(dict.fromkeys(eos_ids + config.eos_token_ids))
+    told = ends_of_text(folder) if config is None else config.eos_token_ids
+    eos_ids = tuple(dict.fromkeys(eos_ids + told))
     named = {ids[name] for name in special.values() if name in ids}
     controls = tuple(sorted(vocabulary.control_ids | named | set(eos_ids)))
     return Tokenizer(vocabulary, eos_ids, controls, _chat_template(folder, settings), special)

@@ -28,7 +28,6 @@ from fly_jax.models.architectures import (
     parameter_specs,
     shared_vocabulary,
 )
-from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import check_self_draft
@@ -159,8 +158,7 @@ class PlanSpec:
     def drafts_by_data(self) -> bool:
         """Tells whether data decides which passes run: the program names all that may."""
         static, draft = self.rounds.static, self.draft
-        at_once = draft.pard_token is not None or isinstance(draft.head, Block)
-        waits = static.lookup is not None and not at_once
+        waits = static.lookup is not None and draft.head is None and draft.pard_token is None
         return bool(self.below or waits or static.depths or static.draft_confidence)
 
     @property
@@ -255,5 +253,5 @@ class PlanSpec:
     def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:
         """The layouts of both models: on this mesh, or on an abstract one."""
         mesh = abstract_mesh(self.mesh) if mesh is None else mesh
-        task = self.target, self.draft, self.workload, self.chip, self.self_draft
+        task = self.target, self.draft, self.workload, self.chip, self.self_draft, self.below
         return choose_layouts(mesh, *task)

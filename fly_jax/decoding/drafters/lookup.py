@@ -23,6 +23,8 @@ Match = Literal["earliest", "latest"]
 # Seen with Qwen2.5-Coder-1.5B on prompts of Spec-Bench and HumanEval (docs/performance.md).
 _RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
 _RATES_OF_EARLIER = (0.18, 0.35, 0.35, 0.4, 0.48, 0.48, 0.55, 0.65)  # in earlier answers
+# Each length is looked for by operations of its own.
+_LONGEST_NGRAM = 64
 # What a drafter behind has shown counts half after so many more drafts; it begins as if half of a
 # few tokens had been kept, which one matching token promises less than, and two promise more.
 _HALF_LIFE, _PRIOR_TOKENS, _PRIOR_RATE = 16.0, 4.0, 0.5
@@ -41,10 +43,10 @@ class Lookup(Drafter):
     max_ngram: int = parameter(
         8,
         "longest n-gram that the next tokens are looked up by in the text so far",
-        name="prompt_lookup_max", low=1, high=MOST_TOKENS,
+        name="prompt_lookup_max", low=1, high=_LONGEST_NGRAM,
     )  # fmt: skip
     min_ngram: int = parameter(
-        1, "shortest such n-gram", name="prompt_lookup_min", low=1, high=MOST_TOKENS
+        1, "shortest such n-gram", name="prompt_lookup_min", low=1, high=_LONGEST_NGRAM
     )
     num_speculative_tokens: int = parameter(
         6,
@@ -136,7 +138,7 @@ class HybridState:
     own: Any
     kept: RowFloats  # its draft tokens that were kept
     ended: RowFloats  # its drafts that ended before as many were kept as it had been asked for
-    asked: RowInts  # what it was asked for last: 0 where the lookup was
+    asked: RowInts  # what it was asked for last: 0 where the lookup was, negative if not just now
 
 
 def _unrecorded(own: Any, asked: RowInts) -> HybridState:
@@ -184,7 +186,7 @@ class HybridDraft(Drafter):
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HybridState:
         """A state of rows in which nothing was drafted."""
-        return _unrecorded(self.own.init(rows, capacity, dtype), jnp.zeros(rows, jnp.int32))
+        return _unrecorded(self.own.init(rows, capacity, dtype), jnp.ones(rows, jnp.int32))
 
     def prefill(
         self, state: HybridState, tokens: Tokens, start: Index, hidden: Hidden | None
@@ -202,7 +204,8 @@ class HybridDraft(Drafter):
         found, _ = self.lookup.propose((), text, length, k, terms)
         assert found.rates is not None
         rate = column(state.kept / (state.kept + state.ended))
-        rate = jnp.where(jnp.arange(k) < (self.own.most_tokens or k), rate, 0)
+        most = self.own.most_tokens or k
+        rate = jnp.where(jnp.arange(k) < most, rate, 0)
         rates = jnp.stack((found.rates, rate))
         promised = jnp.cumprod(jnp.where(jnp.arange(k) < column(wanted), rates, 0), axis=-1)
         better = jnp.sum(promised[0], axis=-1) > jnp.sum(promised[1], axis=-1)
@@ -220,7 +223,7 @@ class HybridDraft(Drafter):
             draft, tokens=jnp.where(is_found, found.tokens, draft.tokens), logits=logits,
             num_drafted=jnp.where(looked, wanted, draft.num_drafted),
         )  # fmt: skip
-        asked = jnp.where(wanted > 0, asked, state.asked)
+        asked = jnp.where(wanted > 0, jnp.minimum(asked, most), -jnp.abs(state.asked))
         return draft, dataclasses.replace(state, own=own, asked=self._whole(asked))
 
     def observe(
@@ -229,7 +232,7 @@ class HybridDraft(Drafter):
     ) -> HybridState:  # fmt: skip
         """Counts the fate of the other drafter's tokens, and lets it learn."""
         own = self.own.observe(state.own, verdict, hidden, draft=draft, live=live)
-        counts = live & (state.asked > 0) & (draft.num_drafted > 0)
+        counts = live & (state.asked > 0)
         faded = 0.5 ** (1 / _HALF_LIFE)
 
         def counted(before: RowFloats, more: RowInts | RowFlags) -> RowFloats:
@@ -245,7 +248,7 @@ class HybridDraft(Drafter):
 
     def passes_behind(self, state: HybridState, length: RowInts, live: RowFlags) -> Index:
         """Counts the other drafter's passes, for rows in which it is asked."""
-        return self.own.passes_behind(state.own, length, live & (state.asked > 0))
+        return self.own.passes_behind(state.own, length, live & (state.asked != 0))
 
     def keep(self, state: HybridState, start: RowInts, hidden: Hidden | None) -> HybridState:
         """Hands on what a draft model above has computed."""

@@ -22,10 +22,11 @@ class ParallelDraft(ModelDrafter):
     """A Llama that is trained to answer K - 1 copies of a token behind the text with tokens.
 
     It needs nothing of the target, so one drafts for a whole family. The keys and values of the
-    copies are dropped: the next pass writes over them. One that `rests` may lag: more tokens than a
-    round of K settles may have come since it was asked last.
+    copies are dropped: the next pass writes over them. One that `lags` lies below a draft model. To
+    one that `rests` more tokens than a round of K settles may have come since it was asked last.
     """
 
+    lags: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
     rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     @property
@@ -35,8 +36,8 @@ class ParallelDraft(ModelDrafter):
 
     @property
     def resumes(self) -> bool:  # type: ignore[override]
-        """Tells whether it never lags: its cache would have less than the text."""
-        return not self.rests
+        """Tells whether no draft model above has more of the text in its cache."""
+        return not self.lags
 
     def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
         """Counts passes as wide as those in which it drafts."""

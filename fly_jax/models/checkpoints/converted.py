@@ -26,7 +26,6 @@ from fly_jax.models.architectures import (
     parameter_specs,
     read_config,
 )
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
 from fly_jax.models.llama import parameter_sharding
 from fly_jax.sharding.rules import Layout
 
@@ -133,11 +132,9 @@ class ConvertedSource:
             )
             for name, spec in group.specs(self.config, int8=self.int8).items()
         }
-        context = ocp.Context()
-        context.memory_options.read_concurrent_bytes = READ_BUFFER_BYTES
         try:
-            with context:
-                return ocp.load(own.absolute(), abstract)
+            # No bound on what is read at once: Orbax refuses any single array above one.
+            return ocp.load(own.absolute(), abstract)
         except Exception as error:  # TensorStore's have no class of their own
             raise FlyJaxError(
                 f"The checkpoint {own} is damaged ({_short(error)}); copy it again, or {_AGAIN}."

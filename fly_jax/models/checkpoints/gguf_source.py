@@ -18,7 +18,14 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import GGUF_ARCHITECTURES, Group, LlamaConfig, config_of, groups
+from fly_jax.models.architectures import (
+    GGUF_ARCHITECTURES,
+    Group,
+    LlamaConfig,
+    ParameterSpec,
+    config_of,
+    groups,
+)
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import (
@@ -198,28 +205,27 @@ class GgufSource:
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """Reads the group's tensors [out, in] in float32, split by rows."""
-        found: dict[str, Array] = {}
-        for name, spec in group.specs(self.config).items():
-            tensor = self._tensor(group, name)
-            shape = self.file.tensors[tensor].shape
-            part = functools.partial(self._part, group, name, shape)
-            rows = row_sharding(layout, spec, shape[0])
-            found[name] = jax.make_array_from_callback(shape, rows, part)
-        return found
+        specs = group.specs(self.config).items()
+        return {name: self._read(group, name, spec, layout) for name, spec in specs}
 
-    def _part(
-        self, group: Group, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
-    ) -> np.ndarray:
-        """Reads the part of a tensor that one device takes."""
-        begin, end, _ = index[0].indices(shape[0])
-        part = np.empty((end - begin, *shape[1:]), np.float32)
+    def _read(self, group: Group, name: str, spec: ParameterSpec, layout: Layout | None) -> Array:
+        shape = self.file.tensors[self._tensor(group, name)].shape
 
-        def fill(rows: slice) -> None:
-            some = slice(begin + rows.start, begin + rows.stop)
-            part[rows] = self.read_rows(group, name, some)
+        @functools.cache  # devices that keep the same rows share them
+        def part(begin: int, end: int) -> np.ndarray:
+            found = np.empty((end - begin, *shape[1:]), np.float32)
 
-        on_all_cores(fill, row_blocks(part.shape))
-        return part[(slice(None), *index[1:])]
+            def fill(rows: slice) -> None:
+                some = slice(begin + rows.start, begin + rows.stop)
+                found[rows] = self.read_rows(group, name, some)
+
+            on_all_cores(fill, row_blocks(found.shape))
+            return found
+
+        def kept(index: Any) -> np.ndarray:
+            return part(*index[0].indices(shape[0])[:2])
+
+        return jax.make_array_from_callback(shape, row_sharding(layout, spec, shape[0]), kept)
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
         """Reads rows of a parameter's tensor in float32, in Hugging Face's order."""
@@ -365,8 +371,9 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
     """The byte-level BPE of this model, in the tokenizers library."""
     names: list[str] = file.needed("tokenizer.ggml.tokens")
     kinds: list[int] = file.needed("tokenizer.ggml.token_type")
-    while kinds and kinds[-1] == _UNUSED:  # what pads the model's vocabulary, and no text has
-        names, kinds = names[:-1], kinds[:-1]
+    # What pads the model's vocabulary is no text's.
+    used = max((at + 1 for at, kind in enumerate(kinds) if kind != _UNUSED), default=0)
+    names, kinds = names[:used], kinds[:used]
     merges = [tuple(one.split(" ")) for one in file.needed("tokenizer.ggml.merges")]
     split = file.needed("tokenizer.ggml.pre")
     if split not in _CUTS:

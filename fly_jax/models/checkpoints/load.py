@@ -287,12 +287,12 @@ def _empty_stacks(
 ) -> dict[str, Array]:
     specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
-    sizes = tuple((name, specs[name].shape, part.dtype) for name, part in sorted(parts.items()))
-    return jax.jit(_zeros, static_argnames="sizes", out_shardings=shardings)(sizes=sizes)
+    types = {name: part.dtype for name, part in parts.items()}
 
+    def zeros() -> dict[str, Array]:
+        return {name: jnp.zeros(specs[name].shape, dtype) for name, dtype in types.items()}
 
-def _zeros(sizes: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...]) -> dict[str, Array]:
-    return {name: jnp.zeros(shape, dtype) for name, shape, dtype in sizes}
+    return jax.jit(zeros, out_shardings=shardings)()
 
 
 @functools.partial(jax.jit, donate_argnames=("stacks",))
@@ -411,7 +411,7 @@ class _Kept:
 
     def _in_file(self, file: Path, say: Say) -> np.ndarray | None:
         """The bytes of a file, made where there is none; None where it cannot be kept."""
-        if file.exists():
+        if os.path.exists(file):  # which Path raises of a folder that may not be searched
             data = self._checked(file)
             if data is not None:
                 with contextlib.suppress(OSError):  # of a file that is only read

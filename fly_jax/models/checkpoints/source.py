@@ -51,8 +51,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Files that decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "tokenizer.model", "chat_template.jinja", "model.safetensors",
-    "model.safetensors.index.json", "model-*-of-*.safetensors",
+    "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+]  # fmt: skip
+_HUB_WEIGHTS = [
+    "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"
 ]  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-def resolve(name_or_path: str, revision: str | None = None) -> Path:
+def resolve(name_or_path: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """Finds a checkpoint: a local folder or GGUF file, else what a hub id gives.
 
     FlyJaxError where it is neither, has two revisions or is local and has one, or no hub gives it.
@@ -70,6 +72,7 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
         revision, `meta-llama/Llama-3.1-8B-Instruct@main`.
       revision: branch, tag or commit of a hub id that names none itself.
+      weights: whether a hub is to give the weights as well.
     """
     try:
         path = Path(name_or_path).expanduser()
@@ -102,16 +105,16 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
             "checkpoint, a GGUF file that exists, or an id such as "
             "meta-llama/Llama-3.1-8B-Instruct."
         )
-    return _download(repository, own or revision)
+    return _download(repository, own or revision, weights)
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _download(repository: str, revision: str | None, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=_HUB_FILES
+            repository, revision=revision, allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights
         )
     except Exception as error:  # the hub's HTTP library has errors of its own
         said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")

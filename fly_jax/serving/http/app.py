@@ -21,14 +21,13 @@ from starlette.types import Receive, Scope, Send
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
 from fly_jax.serving.http import protocol
-from fly_jax.serving.http.limits import Client, ClientGone, Guard
+from fly_jax.serving.http.limits import CLIENT_LEFT, Client, ClientGone, Guard
 from fly_jax.serving.http.protocol import ApiError, ErrorReply
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
 from fly_jax.serving.http.service import ResponseStream, Service
 
 _Completion = Annotated[protocol.CompletionRequest, Body()]
 _Chat = Annotated[protocol.ChatRequest, Body()]
-_CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 415, 429, 503)
 }
@@ -65,7 +64,7 @@ def _answers(service: Service) -> APIRouter:
             async with stream:
                 reply = await client.waits_for(stream.whole())
         except ClientGone:
-            return Response(status_code=_CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
         return await asyncio.to_thread(lambda: JSONResponse(reply.model_dump(exclude_unset=True)))
 
     @router.post("/v1/completions", response_model=Completion)

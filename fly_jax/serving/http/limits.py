@@ -20,6 +20,7 @@ from fly_jax.serving.http.protocol import ApiError
 _T = TypeVar("_T")
 # Tells clients, such as OpenAI's, not to retry: that would make matters worse.
 NO_RETRY = {"x-should-retry": "false"}
+CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _LONGEST_ARRIVAL = 60.0
 _JSON = r"\s*application/(json|[\w.+-]+\+json)\s*(;|$)"
 _SECRET = secrets.token_bytes(32)  # without which nobody can look for the key of a digest
@@ -71,7 +72,8 @@ class Guard:
 
         async def telling(message: Message) -> None:
             is_error = message["type"] == "http.response.start" and message["status"] >= 400
-            if is_error and not has_left and scope["path"] != "/health":  # which asks for nothing
+            counts = not has_left and scope["path"] != "/health"  # which asks for nothing
+            if is_error and counts and message["status"] != CLIENT_LEFT:
                 self._on_refused(message["status"])
             await send(message)
 
@@ -92,7 +94,11 @@ class Guard:
                 raise HTTPException(413, self._too_large)
             return message
 
-        await self._app(scope, measured, telling)
+        try:
+            await self._app(scope, measured, telling)
+        except Exception:  # whose reply is sent behind this
+            self._on_refused(500)
+            raise
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers, limits = Headers(scope=scope), self._limits()

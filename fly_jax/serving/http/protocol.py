@@ -44,8 +44,9 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
             *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),
             *("tools", "tool_calls", "functions", "function_call", "audio", "web_search_options"),
             *("chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
-            *("echo", "prompt_logprobs", "return_tokens_as_token_ids", "logits_processors"),
+            *("echo", "return_tokens_as_token_ids", "logits_processors"),
             *("use_beam_search", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
+            *("custom_logit_processor", "top_n_sigma", "continuous_usage_stats"),
         ),
         _NOTHING,
     ),
@@ -55,6 +56,7 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
     "tool_choice": ("none", "auto"),
+    "prompt_logprobs": (),  # 0 asks for each token's own
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
@@ -152,7 +154,7 @@ FlyFields: Any = pydantic.create_model(
 )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Fields):
     """Options of a stream: a chunk of the usage and the metrics at its end."""
 
     include_usage: bool = False
@@ -381,6 +383,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     parts = [str(part) for part in error["loc"][1:]]
     path = ".".join(part for part in parts if part.isidentifier() or part.isdecimal())
     if error["type"] == "extra_forbidden":
+        if not parts[-1].isidentifier():
+            path += f".{parts[-1][:_LONGEST_NAME]}"
         return invalid(f"The field {path!r} is unknown; leave it out.", path, "unknown_field")
     message = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
     return invalid(f"{path or 'The body'}: {message}.", path or None)

@@ -16,8 +16,11 @@ from fly_jax.verification.rules.loosened import LOSSLESS_RULES
 
 # Requests may ask for these by default, besides the server's own rule.
 _USUAL_RULES = ("fly", "margin")
+# Settings of FLy that are no numbers of a program.
+_COMPILED = {"entropy", "entropy_top_k", "window"}
 # Logits divided by less than this overflow, so that only the largest could be drawn.
 _GREEDY_BELOW = 1e-4
+_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,16 @@ class RequestBuilder:
 
         None stands for fly and margin, as far as they fit. Without a draft there are no rules.
         """
+        config.to_rule()
         if not config.num_speculative_tokens:
+            if rules:
+                raise FlyJaxError("--rules was given and nothing proposes; give --draft as well.")
             return cls(config, ())
+        if config.drafting.boundary == "defer" and not config.is_loosened:
+            raise FlyJaxError(
+                f"--boundary=defer was given and the rule {config.rule}, which has no window to "
+                "defer; give --rule fly, in place of which requests may name another."
+            )
         # One engine has one K, that of the server's own rule, for whatever requests ask.
         config = config.replace(num_speculative_tokens=config.num_speculative_tokens)
         given = _USUAL_RULES if rules is None else tuple(rules)
@@ -43,7 +54,7 @@ class RequestBuilder:
         # Lossless rules can always be asked for.
         for rule in (one for one in dict.fromkeys((*own, *given)) if one not in LOSSLESS_RULES):
             try:
-                config.replace(rule=rule, temperature=None).to_rule()
+                config.replace(rule=rule, **_GREEDY).to_rule()
             except FlyJaxError:
                 if rules is None and rule in _USUAL_RULES and rule not in own:
                     continue
@@ -55,14 +66,14 @@ class RequestBuilder:
     def for_engine(self) -> DecodingConfig:
         """The config that the engine is made with: it leaves drawing to requests."""
         rule = "exact" if self.config.rule == "sampled" else self.config.rule
-        return self.config.replace(rule=rule, temperature=0.0, top_k=0, top_p=1.0)
+        return self.config.replace(rule=rule, **_GREEDY)
 
     @property
     def kinds(self) -> list[Rule]:
         """A rule of each kind, each with and without a risk budget."""
         found: list[Rule] = []
         for expression in self.rules:
-            rule = self.config.replace(rule=expression, temperature=None).to_rule()
+            rule = self.config.replace(rule=expression, **_GREEDY).to_rule()
             found.append(rule)
             if isinstance(rule, Loose) and not isinstance(rule, Budget):
                 found.append(Budget(rule, total=1.0))
@@ -114,9 +125,16 @@ class RequestBuilder:
         usual = own.sampling.temperature or (1.0 if request.fly.rule == "sampled" else 0.0)
         given |= {"temperature": float(usual)} | sampling
         if given["temperature"] < _GREEDY_BELOW:  # without draws there is nothing to cut
-            given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+            given |= _GREEDY
         elif request.top_k is not None:
             given["top_k"] = max(request.top_k, 0)
+        for name in _COMPILED & given.keys():
+            if given[name] != getattr(own.fly, name):
+                raise invalid(
+                    f"fly.{name} is {given[name]!r}, and this server's programs were compiled for "
+                    f"{getattr(own.fly, name)!r}; leave it out, or start the server with it.",
+                    f"fly.{name}",
+                )
         rule, drafts = self.rule_name(request), bool(own.num_speculative_tokens)
         if rule in LOSSLESS_RULES or not drafts:
             if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):

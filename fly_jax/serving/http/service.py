@@ -142,9 +142,9 @@ class Service:
             raise
 
     def leave(self, stream: ResponseStream) -> None:
-        """Counts out a reply of which no more will come."""
+        """Counts out a reply of which no more will come, and its answers that were cut off."""
         self._open.discard(stream)
-        self.num_open -= len(stream.answers)
+        self.num_open -= sum(not answer.is_done for answer in stream.answers)
 
     def _encoded(self, prompt: Prompt) -> Sequence[int]:
         tokenizer, engine = self.pair.tokenizer, self.engine.engine
@@ -173,7 +173,7 @@ class Service:
         self.state = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_period):
-                while self.num_open:
+                while self.num_open or self._open:  # a reply may still be written
                     await asyncio.sleep(0.05)
         return self.cancel()
 
@@ -193,11 +193,12 @@ def _stop(submitted: asyncio.Task[TokenStream]) -> None:
 
 @dataclasses.dataclass
 class _Answer:
-    """A stream so far: the texts of its tokens, and the time of the last of them."""
+    """A stream so far: the texts of its tokens, the time of the last, and if it was that."""
 
     stream: TokenStream
     texts: list[str] = dataclasses.field(default_factory=list)
     last: float | None = None
+    is_done: bool = False
 
 
 class ResponseStream:
@@ -275,6 +276,9 @@ class ResponseStream:
                     self._service.metrics.settled(settled, since)
                     answer.last = now
                     answer.texts += settled.texts
+                    if settled.finish_reason is not None:  # its place in the queue is free
+                        answer.is_done = True
+                        self._service.num_open -= 1
                     yield index, settled
         except FlyJaxError as error:
             raise unavailable(str(error)) from error

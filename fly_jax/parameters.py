@@ -7,6 +7,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fly_jax.errors import FlyJaxError
 
 _KEY = "parameter"
@@ -39,8 +41,8 @@ class Parameter:
 
     def check(self, value: object) -> None:
         """Raises FlyJaxError for an instance's value; arrays, tracers and None pass."""
-        if self.choices or isinstance(value, bool | int | float | str):
-            self.check_given(value)
+        if self.choices or isinstance(value, bool | int | float | str | np.generic):
+            self.check_given(value.item() if isinstance(value, np.generic) else value)
 
     def check_given(self, value: object) -> None:
         """Raises FlyJaxError for a value that is not allowed; None is allowed as a default only."""

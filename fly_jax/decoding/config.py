@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+
+import jax
+import numpy as np
 
 from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.drafter import Drafter
@@ -25,7 +29,7 @@ from fly_jax.parameters import (
 )
 from fly_jax.verification.evidence import Entropy, Needs
 from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Loose, Rule
-from fly_jax.verification.rules.loosened import LOSSLESS_RULES, combined, rule_names
+from fly_jax.verification.rules.loosened import LOSSLESS_RULES, Lossy, combined, rule_names
 from fly_jax.verification.sampling import Sampling
 
 Boundary = Literal["reject", "defer"]
@@ -144,9 +148,16 @@ class DecodingConfig:
         """Takes the settings by name; FlyJaxError for an unknown one."""
         given = _spelled_out(given)
         rule, given_rule = given.get("rule"), None
+        if any(map(np.ndim, jax.tree.leaves(rule))):
+            raise FlyJaxError(
+                f"rule is {rule}; a config takes one number for each of its parameters, and an "
+                "engine's requests may each have a rule of their own: give such."
+            )
         if isinstance(rule, Loose):
             given_rule, given["rule"] = rule, repr(rule)
         elif isinstance(rule, Rule):
+            if not isinstance(rule, Exact):
+                raise FlyJaxError(f"rule is {rule}, which is not loosened; derive it from Loose.")
             if rule.support is not None:
                 raise FlyJaxError(
                     f"rule is {rule}, which cuts the target; give the name of the rule that it "
@@ -158,6 +169,8 @@ class DecodingConfig:
         for name, value in given.items():
             if known[name].kind is tuple and isinstance(value, list):  # as TOML has them
                 given[name] = tuple(value)
+            if isinstance(value, np.generic):
+                given[name] = value.item()
             known[name].check_given(given[name])
         values = {name: given.get(name, one.default) for name, one in known.items()}
         names = rule_names(values["rule"]) if given_rule is None else (values["rule"],)
@@ -196,7 +209,7 @@ class DecodingConfig:
                 f"The rule csd is greedy and the temperature is {temperature}; give "
                 "temperature 0, or a rule without csd."
             )
-        threshold = self.to_dict()["lossy_threshold"]
+        threshold = next(one.threshold for one in self.rules if isinstance(one, Lossy))
         if "lossy" in names and temperature == 0 and threshold > 0.5:
             raise FlyJaxError(
                 f"lossy_threshold is {threshold} and decoding is greedy: a draft token "
@@ -229,6 +242,9 @@ class DecodingConfig:
         """A copy with other values, named as in the class; a new K then holds for every rule."""
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
+        own = {one.name for kind in RULES.values() for one in parameters_of(kind)} & set(given)
+        if own and isinstance(rule := given.get("rule", self.given_rule), Loose):
+            raise FlyJaxError(f"{min(own)} was given beside the rule {rule}; put it into that.")
         before = self.to_dict() | {"rule": self.given_rule or self.rule}
         return DecodingConfig(**before | _spelled_out(given))
 
@@ -352,7 +368,10 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name in ("sampling", "lookup") and isinstance(value, Sampling | Lookup | None):
-            found |= {} if value is None else values_of(value)
+            own = {} if value is None else values_of(value)
+            if twice := own.keys() & given:
+                raise FlyJaxError(f"{min(twice)} was given twice, once in {name}; leave one out.")
+            found |= own
         else:
             found[name] = value
     return found
@@ -404,6 +423,7 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
     }
 
 
+@functools.cache
 def decoding_parameters() -> dict[str, Parameter]:
     """The parameters of a config, by name."""
     return {one.name: one for group in parameter_groups().values() for one in group}

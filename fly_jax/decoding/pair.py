@@ -82,8 +82,8 @@ def check_prompt(
         )
     if not all(isinstance(x, numbers.Integral) and 0 <= x < config.vocab_size for x in prompt):
         raise FlyJaxError(
-            f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
-            "tokenise it with the model's own tokenizer."
+            f"{name} has token ids outside the model's vocabulary of {config.vocab_size}, or that "
+            "are no whole numbers; tokenise it with the model's own tokenizer, and give a list."
         )
     return CheckedPrompt(prompt)
 

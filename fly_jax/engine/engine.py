@@ -9,6 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self, cast
 
 import jax
@@ -38,7 +39,7 @@ from fly_jax.engine.slots import BLOCK, Dispatch, EarlierAnswers, Prefix, RowInp
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama, lies_on_cpu
 from fly_jax.models.tokenizer import Tokenizer
-from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
@@ -178,7 +179,7 @@ class Engine:
           config: how requests are decoded that do not say; None for `default_config`.
           prompts: all that will be decoded, where that is known: the engine is offline then, with
             no more slots and no longer caches than they need.
-          memory: see `__init__`; None for an empty one, if the rule uses one.
+          memory: see `__init__`; None for the config's file, or an empty one, if the rule uses one.
           with_texts: fills `Settled.texts`.
           **given: see `DecodingConfig`, over whose values they are laid.
         """
@@ -192,6 +193,9 @@ class Engine:
         offline = offline or prompts is not None
         if memory is not None:
             memory.check_vocabulary(pair.tokenizer.digest, "The memory")
+        elif spec.rule.uses_memory and (path := config.limits.memory) is not None:
+            digest, least = pair.tokenizer.digest, config.limits.csd_min_count
+            memory = load_memory(Path(path), digest, min_count=least)
         elif offline and (spec.rule.uses_memory or spec.static.reports_mismatches):
             memory = CorrectionMemory(pair.tokenizer.digest, min_count=config.limits.csd_min_count)
         if prompts is not None:
@@ -265,9 +269,10 @@ class Engine:
         if most is not None and not self.spec.static.deferred_window:
             rule.check(most)
         if not self.takes(rule):
+            own = "leave it out, as an offline engine decodes all with its own"
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
-                "not made for; name one of its kind in `rules` when it is made."
+                f"not made for; {own if self._offline else 'name one of its kind in `rules`'}."
             )
         if self._offline and request.sampling != self.spec.sampling:
             raise FlyJaxError(
@@ -279,6 +284,8 @@ class Engine:
         given = dataclasses.replace(
             request,
             prompt=prompt,
+            seed=int(request.seed) % 2**32,
+            stop=tuple(request.stop),
             protected_token_ids=None if protected is None else tuple(protected),
         )
         return RequestState(given, rule, self._tokenizer)
@@ -356,9 +363,14 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[RequestState, Settled]]:
         """Decodes requests, yielding what settles; `RequestState.generation` has the whole."""
-        self.submit_all(requests)
-        while not self.is_idle:
-            yield from self.step()
+        handed_in = self.submit_all(requests)
+        try:
+            while not self.is_idle:
+                yield from self.step()
+        except GeneratorExit:  # nobody reads on
+            for one in handed_in:
+                self.cancel(one)
+            raise
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program; `on_progress` gets the numbers done and in all, after each.
@@ -386,6 +398,7 @@ class Engine:
         """Gives the caches back; raises FlyJaxError while requests wait or are being decoded."""
         self._check_idle("give its caches back")
         self.slots.forget()
+        jax.block_until_ready(self._state)  # a round that nobody reads may still run
         follows = self.costs is not None and not self.spec.static.deferred_window
         if follows and self._state is not None:
             self._stats = self._state.stats
@@ -445,9 +458,7 @@ class Engine:
 
         XLA uses about one core for each.
         """
-        self._check_idle("warm up")
         programs = self._programs
-        self._rows.protect(0, None)
         new_chunks = sorted(set(chunks) - self._compiled)
         never = bool(self.spec.static.deferred_window)
         kinds = sorted({one and not never for one in drawn})
@@ -455,6 +466,8 @@ class Engine:
         rounds = [one for one in every if one not in self._compiled]
         if not (new_chunks or rounds):
             return
+        self._check_idle("warm up")
+        self._rows.protect(0, None)
         state, inputs = self._held(), {one: self._inputs(sampled=one) for one in kinds}
         tracing, jobs = programs.tracing(), list[Callable[[], Any]]()
         for number, some in itertools.groupby(new_chunks, key=lambda chunk: chunk[0]):
@@ -689,4 +702,8 @@ class Engine:
     def _free(self, request_state: RequestState) -> None:
         """Frees a slot before its row is done."""
         slot = self.slots.give_back(request_state)
-        self._state = self._programs.release(self._held(), slot)
+        try:
+            self._state = self._programs.release(self._held(), slot)
+        except BaseException:  # the row would go on, and be nobody's
+            self._cancel_all()
+            raise

@@ -13,13 +13,13 @@ from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+from fly_jax.verification.correction_memory import CorrectionMemory
 
 
 def generate(
     pair: Pair, prompts: Sequence[str] | Sequence[Sequence[int]],
     config: DecodingConfig | None = None, *, max_new_tokens: int = 128, batch_size: int = 1,
-    seed: int = 0, memory: CorrectionMemory | str | None = None, audits: bool = False,
+    seed: int = 0, memory: CorrectionMemory | str | Path | None = None, audits: bool = False,
     drafter: str | Drafter | None = None, **given: Any,
 ) -> list[Generation]:  # fmt: skip
     """Decodes prompts, given as text or as token ids.
@@ -42,8 +42,8 @@ def generate(
         )
     if drafter is not None:
         pair = dataclasses.replace(pair, drafter=drafter)
-    if isinstance(memory, str):
-        given["memory"], memory = memory, None
+    if isinstance(memory, str | Path):
+        given["memory"], memory = str(memory), None
     config = pair.config(config, **given)
     each: Sequence[str | Sequence[int]] = prompts
     ids = list[Sequence[int]]()
@@ -52,10 +52,6 @@ def generate(
             ids.append(pair.tokenizer.encode(one))
         else:
             ids.append(check_prompt(one, pair.target.config, name=f"Prompt {at + 1}"))
-    if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
-        memory = load_memory(
-            Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count
-        )
     engine = Engine.of(
         pair, config, prompts=ids, max_new_tokens=max_new_tokens, num_slots=batch_size,
         audits=audits, memory=memory, with_texts=False,

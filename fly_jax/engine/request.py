@@ -283,7 +283,8 @@ def check_request(
             f"{request.protected_token_ids!r}; seed and ids are whole numbers, and sampling None "
             "or a Sampling with one number for each parameter: correct them."
         )
-    if isinstance(stop, str) or not all(stop):
+    is_list = isinstance(stop, list | tuple)
+    if not is_list or not all(isinstance(one, str) and one for one in stop):
         raise FlyJaxError(
             f"stop is {stop!r}; it must be a list of texts of at least one character: correct it."
         )

@@ -222,6 +222,7 @@ class RowInputs:
         self._given: list[Sequence[int] | None] = [None] * num_slots
         ids = [*self._protected_ids, *self._eos]
         self._protected = programs.put_protected(ids, num_slots)
+        self._taken: Rule | None = None
         self._known: tuple[CorrectionMemory, int] | None = None
         self._keys: Int32[Array, "pairs 2"] | None = None
         self._earlier: tuple[np.ndarray, Int32[Array, " earlier"]] | None = None
@@ -230,8 +231,12 @@ class RowInputs:
         """Tells whether a rule is of one of the kinds."""
         if self._like is None:
             return rule is self._own
+        if rule is self._taken:  # as all answers to a client's request have it
+            return True
         kind: Any = jax.tree.structure(self.united)
-        return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
+        is_known = bool(jax.tree.structure(per_row([rule], self._like)) == kind)
+        self._taken = rule if is_known else None
+        return is_known
 
     def of(
         self, occupants: _Who, memory: CorrectionMemory | None, earlier: EarlierAnswers | None, *,

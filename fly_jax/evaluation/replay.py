@@ -57,7 +57,9 @@ def record(
     engine.listener = lambda output, occupants: parts.append(
         _of_dispatch(output, occupants, numbers, engine.max_length)
     )
-    for index, request in enumerate(engine.requests(prompts, max_new_tokens)):
+    requests = engine.requests(prompts, max_new_tokens)
+    engine.warm_up_for(requests)
+    for index, request in enumerate(requests):
         numbers[engine.submit(request)] = index
     for _, settled in engine.run(()):
         bar.update(settled.finish_reason is not None)

@@ -27,7 +27,7 @@ DRAFT = "draft"  # in place of a rule: the draft model decodes alone
 _BLOCK = re.compile(r"^[^`\n]*```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 _MBPP_TEST = range(11, 511)  # the set's own split
-_STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert")
+_STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert", "\n```")
 _PROMPT: Callable[[Record], str] = operator.itemgetter("prompt")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
@@ -134,10 +135,9 @@ def _config(values: _CalibrateFlags) -> DecodingConfig:
 
 
 def _bound(values: _CalibrateFlags) -> strictness.Bound:
-    if values.max_disagreement is not None:
-        return strictness.Bound("disagreement", values.max_disagreement)
-    assert values.max_regret is not None
-    return strictness.Bound("regret", values.max_regret)
+    risk: Literal["regret", "disagreement"] = "disagreement"
+    risk = "regret" if values.max_disagreement is None else risk
+    return strictness.Bound(risk, getattr(values, f"max_{risk}"))
 
 
 def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> None:

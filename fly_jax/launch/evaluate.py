@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import sys
 from collections.abc import Sequence
@@ -130,6 +131,11 @@ def _items(values: _EvaluateFlags) -> list[Item]:
             f"The task {code[0]} runs code that the model has written; give --allow_code_execution "
             "on a Linux machine where that may be, or leave the task out."
         )
+    if code and not judge("pass").passed:
+        raise FlyJaxError(
+            "The process that runs a model's code does not start here (not even the program "
+            f"'pass' ends well); see that {sys.executable} runs with an empty environment."
+        )
     folder = None if values.data is None else Path(values.data)
     if folder is not None and not folder.is_dir():
         raise FlyJaxError(f"--data is {folder}, which is no folder; correct the path.")
@@ -142,12 +148,14 @@ def _requests(values: _EvaluateFlags, items: Sequence[Item], models: OpenPair) -
 
     chats = models.target.tokenizer.chat_template is not None
     found = []
-    for index, item in enumerate(items):
+    numbers = collections.Counter[str]()  # within its task, whatever is asked beside it
+    for item in items:
         task, name = TASKS[item.task], f"{item.task} {item.name}"
         message = [{"role": "user", "content": task.ask(item.record)}]
         prompt = models.encode(message if chats else task.begin(item.record), name=name)
         limit, stop = values.max_new_tokens or task.max_new_tokens, () if chats else task.stops
-        found.append(Request(prompt, limit, seed=values.seed + index, stop=stop))
+        found.append(Request(prompt, limit, seed=values.seed + numbers[item.task], stop=stop))
+        numbers[item.task] += 1
     return found
 
 

@@ -366,7 +366,14 @@ def distributed_session(values: ProcessFlags) -> Iterator[None]:
     handler = crash_handler.installed = crash_handler.CrashHandler(process, timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    handler.hosts = processes.initialize(process, timeout=timeout)
+    try:
+        handler.hosts = processes.initialize(process, timeout=timeout)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:200]
+        raise FlyJaxError(
+            f"The processes could not meet at {process.coordinator_address} ({said}); give a free "
+            "port of the host of process 0."
+        ) from error
     signal.signal(signal.SIGINT, handled)
     settings = json.loads(json.dumps(dataclasses.asdict(values)))  # as they arrive elsewhere
     if "given" in settings:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from fly_jax.engine.engine import Engine
@@ -103,7 +104,7 @@ def encoded(value: Any) -> Json:
         return {type(value).__name__: parts}
     if isinstance(value, list | tuple):
         return [encoded(one) for one in value]
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
 
 
 def decoded(message: Json) -> Any:

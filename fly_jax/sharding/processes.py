@@ -131,8 +131,8 @@ def gather(value: Json) -> list[Json]:
     """The values of all processes, in their order. Every process calls it, in the same turn."""
     if num_processes() == 1:
         return [value]
-    key = _next_key()
-    _client().key_value_set(f"{key}/{process_id()}", json.dumps(value))
+    said, key = json.dumps(value), _next_key()
+    _client().key_value_set(f"{key}/{process_id()}", said)
     return [_await(f"{key}/{index}") for index in range(num_processes())]
 
 
@@ -140,9 +140,9 @@ def broadcast(value: Json) -> Json:
     """The value of process 0. Every process calls it, in the same turn."""
     if num_processes() == 1:
         return value
-    key = _next_key()
+    said, key = json.dumps(value) if process_id() == 0 else "", _next_key()
     if process_id() == 0:
-        _client().key_value_set(key, json.dumps(value))
+        _client().key_value_set(key, said)
         return value
     return _await(key)
 

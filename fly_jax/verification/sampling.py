@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_INT, check_parameters, parameter
-from fly_jax.shapes import RowKeys, Tokens
+from fly_jax.shapes import Index, RowKeys, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
@@ -270,11 +270,13 @@ def _truncate(
     largest = finite_or_zero(reductions.vocab_max(logits, axis_names))
     mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
     last = None
-    if top_k is not None:
-        last = _last_kept(logits, jnp.ones_like(logits), _count_limit(top_k))
+    if top_k is not None:  # which no row may ask for: a server's programs have both steps
+        halvings = 32 * jnp.any(top_k > 0)
+        last = _last_kept(logits, jnp.ones_like(logits), _count_limit(top_k), halvings)
         mass = jnp.where(logits >= last[..., None], mass, 0)
     if top_p is not None:
-        within = _last_kept(logits, mass, _mass_limit(top_p, vocab_sum(mass)))
+        limit, halvings = _mass_limit(top_p, vocab_sum(mass)), 32 * jnp.any(top_p < 1)
+        within = _last_kept(logits, mass, limit, halvings)
         last = within if last is None else jnp.maximum(last, within)
         mass = jnp.where(logits >= last[..., None], mass, 0)
     return largest, last, vocab_sum(mass, axis_names)
@@ -291,9 +293,10 @@ def _mass_limit(top_p: _Each, mass: _Found) -> _Found:
 
 
 def _last_kept(
-    logits: Float32[Array, "*#lead vocab"], weights: Float32[Array, "*#lead vocab"], limit: _Each
-) -> _Found:
-    """The least t such that all logits above t weigh less than `limit`.
+    logits: Float32[Array, "*#lead vocab"], weights: Float32[Array, "*#lead vocab"], limit: _Each,
+    halvings: int | Index = 32,
+) -> _Found:  # fmt: skip
+    """The least t such that all logits above t weigh less than `limit`; -inf for no limit.
 
     No sort: a float32 has 32 bits, so 32 halvings find t exactly; rounded sums of fewer
     non-negative terms are never larger, so the search cannot be misled.
@@ -310,8 +313,8 @@ def _last_kept(
     shape = jnp.broadcast_shapes(logits.shape[:-1], limit.shape)
     like = jnp.broadcast_to(ordered[..., 0], shape)
     low = jnp.full_like(like, _ordered(jnp.float32(-jnp.inf)))
-    high = jnp.full_like(like, _ordered(jnp.float32(jnp.inf)))
-    found = jax.lax.fori_loop(0, 32, halve, (low, high))[1]
+    high = jnp.where(limit < jnp.inf, _ordered(jnp.float32(jnp.inf)), low)
+    found = jax.lax.fori_loop(0, halvings, halve, (low, high))[1]
     return jax.lax.bitcast_convert_type(_flipped(found), jnp.float32)
 
 

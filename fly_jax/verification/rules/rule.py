@@ -117,6 +117,15 @@ class Exact(Rule):
 
     support: Loose | None = None
 
+    def __post_init__(self) -> None:
+        """Raises FlyJaxError for a support that looks beyond a position."""
+        own = self.support
+        if own is not None and (own.uses_memory or own.budget is not None):
+            raise FlyJaxError(
+                f"{own} is no support of a distribution: a memory or a budget looks beyond "
+                "the position; give the rule without them."
+            )
+
 
 class Loose(Rule):
     """A rule that rescues mismatches; `a & b` rescues what both would, `a | b` what either would.

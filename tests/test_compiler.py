@@ -70,7 +70,7 @@ def test_matrices_with_a_row_for_each_token() -> None:
 
     @jax.jit
     def rounded(parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return quantised(Scaled("int").widened(parts, ROWS, 48).T, spec, INT8)
+        return quantised(Scaled().widened(parts, ROWS, 48).T, spec, INT8)
 
     integers, scales = map(np.asarray, rounded({"weight": stored, "weight_scale": scale}))
     wide = stored * scale.astype(np.float64)

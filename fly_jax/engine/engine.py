@@ -246,11 +246,8 @@ class Engine:
     def submit(self, request: Request) -> RequestState:
         """Queues a request.
 
-        FlyJaxError for a prompt that the target cannot continue or that leaves no room, no new
-        token asked for, an empty stop string, a sampling, seed or protected id that is none, more
-        log-probabilities than the engine was made for,
-        a rule of a kind that it was not made for or that could rescue nothing with its K, or
-        another sampling than that of an offline engine.
+        FlyJaxError for a prompt that leaves no room, a value that is none, or what the engine was
+        not made for: log-probabilities, a kind of rule, another sampling than an offline one's.
         """
         return self.submit_all([request])[0]
 
@@ -282,12 +279,9 @@ class Engine:
         # As it was checked, whatever its owner does with the lists.
         protected = request.protected_token_ids
         given = dataclasses.replace(
-            request,
-            prompt=prompt,
-            seed=int(request.seed) % 2**32,
-            stop=tuple(request.stop),
+            request, prompt=prompt, seed=int(request.seed) % 2**32, stop=tuple(request.stop),
             protected_token_ids=None if protected is None else tuple(protected),
-        )
+        )  # fmt: skip
         return RequestState(given, rule, self._tokenizer)
 
     def takes(self, rule: Rule) -> bool:

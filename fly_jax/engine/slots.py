@@ -39,10 +39,6 @@ class EarlierAnswers:
     def __init__(self, num_tokens: int) -> None:
         self.tokens = np.full(num_tokens, -1, np.int32)
 
-    def clear(self) -> None:
-        """Removes all answers; `tokens` is a new array."""
-        self.tokens = np.full_like(self.tokens, -1)
-
     def add(self, token_ids: Sequence[int]) -> None:
         """Adds an answer behind the others, the oldest of which go; `tokens` is a new array."""
         self.tokens = np.append(self.tokens, np.asarray(token_ids, np.int32))[len(token_ids) :]

@@ -21,6 +21,7 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
+from fly_jax.engine.slots import EarlierAnswers
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_summary import aligned, or_dash
 from fly_jax.verification.correction_memory import CorrectionMemory
@@ -131,8 +132,7 @@ class Comparison:
         positions = sorted({1, 2, 4, 8, len(drafts)} & set(range(1, len(drafts) + 1)))
         checked = f"{result.num_correct}/{result.num_checked}"
         return {
-            "decoding": result.name,
-            "tokens/s": f"{result.tokens_per_second:.1f}{several}",
+            "decoding": result.name, "tokens/s": f"{result.tokens_per_second:.1f}{several}",
             "speed-up": f"{self.speed_up(result):.2f}x",
             "with prompts": f"{result.whole_tokens_per_second:.1f}",
             "first token": or_dash(result.first_token_seconds, "{:.2f} s"),
@@ -144,7 +144,7 @@ class Comparison:
             "per 100 tokens": f"{result.rescued_per_100_tokens:.1f}",
             "correct": checked if result.num_checked else "-",
             "retention": or_dash(self.retention(result), "{:.1%}"),
-        }
+        }  # fmt: skip
 
 
 def compare(
@@ -256,7 +256,7 @@ class _Measured:
             self.done.append([])
             self.seconds.append([])
             if engine.earlier is not None:
-                engine.earlier.clear()
+                engine.earlier = EarlierAnswers(engine.earlier.tokens.size)
             engine.memory = None if self.memory is None else self.memory.copy()
         requests = engine.requests(group, limit, seed=seed)
         engine.warm_up_for(requests)  # prompts of a group may share other beginnings than of all

@@ -104,11 +104,10 @@ class Load:
     def to_dict(self) -> dict[str, Any]:
         """Throughput, and each time's statistics in milliseconds by vLLM's names."""
         found: dict[str, Any] = {
-            "concurrency": self.concurrency,
-            "requests": len(self.replies),
+            "concurrency": self.concurrency, "requests": len(self.replies),
             "request_throughput": len(self.replies) / self.seconds,
             "output_throughput": sum(one.num_tokens for one in self.replies) / self.seconds,
-        }
+        }  # fmt: skip
         for name in _TIMES:
             values = [getattr(one, name) for one in self.replies]
             if name == "itl":

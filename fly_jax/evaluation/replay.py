@@ -127,8 +127,7 @@ def tally(rounds: Rounds) -> Tally:
         return sums.astype(values.dtype)
 
     return Tally(
-        tokens=by_prompt(rounds.count),
-        rounds=by_prompt(np.ones_like(rounds.count)),
+        tokens=by_prompt(rounds.count), rounds=by_prompt(np.ones_like(rounds.count)),
         rescues=by_prompt(rescued.sum(axis=1)),
         regret=by_prompt(np.where(rescued, rounds.evidence.gap, 0).sum(axis=1)),
-    )
+    )  # fmt: skip

@@ -218,7 +218,6 @@ def _changed(
                 if items:
                     yield {
                         "head": f"{source}, {task}, {name}: {len(items)} {kind}",
-                        "columns": (base, name),
-                        "texts": texts,
+                        "columns": (base, name), "texts": texts,
                         "others": [item for item in items if item not in texts],
-                    }
+                    }  # fmt: skip

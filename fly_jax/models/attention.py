@@ -18,9 +18,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, YarnScaling
 from fly_jax.models.cache import CACHE_AXES, NEW_AXES, KVCache, rows_here
-from fly_jax.models.rope_scaling import YarnScaling
 from fly_jax.shapes import Index, RowInts
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 

@@ -203,11 +203,10 @@ def written_head(
         kind, drafted = "eagle3", 4
         own = {
             "eagle_aux_hidden_state_layer_ids": head.layers,
-            "norm_before_residual": head.residual_is_normed,
-            "norm_output": head.feeds_normed,
+            "norm_before_residual": head.residual_is_normed, "norm_output": head.feeds_normed,
             "embed_requires_grad": False,
             **{name: head.feature_norms == how for name, how in _NORMS.items()},
-        }
+        }  # fmt: skip
     else:
         assert isinstance(head, Block)
         kind, drafted = "dspark" if head.anchor_predicts else "dflash", head.most_tokens

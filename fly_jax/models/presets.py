@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, RopeScaling
 from fly_jax.models.head_config import Block, Eagle3
-from fly_jax.models.rope_scaling import RopeScaling
 
 _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")

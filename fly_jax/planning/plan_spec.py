@@ -143,11 +143,10 @@ class PlanSpec:
         """The engine's slots, with cache positions for this context."""
         room = _room((self.target, *self.drafts), self.rounds.static)
         return Workload(
-            rows=self.rows,
-            capacity=cache_capacity(self.context, room),
+            rows=self.rows, capacity=cache_capacity(self.context, room),
             num_speculative_tokens=self.num_speculative_tokens,
             matrices=INT8 if self.int8 else None,
-        )
+        )  # fmt: skip
 
     @property
     def drafts(self) -> tuple[LlamaConfig, ...]:

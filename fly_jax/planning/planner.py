@@ -82,13 +82,11 @@ class Plan:
         most = head.most_tokens if isinstance(head, Block) else roofline.MOST_DRAFTED
         best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k, most)
         return {
-            "mean_accepted_tokens": mean,
-            "tokens_per_second": rows * mean / times.round(k),
+            "mean_accepted_tokens": mean, "tokens_per_second": rows * mean / times.round(k),
             "autoregressive_tokens_per_second": rows / times.autoregressive,
-            "speed_up": times.speed_up(k, mean),
-            "best_num_speculative_tokens": best,
+            "speed_up": times.speed_up(k, mean), "best_num_speculative_tokens": best,
             "best_speed_up": best_speed_up,
-        }
+        }  # fmt: skip
 
     def drafters(self) -> Drafters | None:
         """Layouts and types of the draft, and smaller drafts, by shapes; None beside levels."""
@@ -110,9 +108,8 @@ class Plan:
             "draft_cache_bytes": sum(cached),
             "prefill_cache_bytes": prefill_cache_bytes(spec, layouts),
             "temporary_bytes": max(step.temporary_bytes for step in self.steps),
-            "peak_bytes": self.peak_bytes,
-            "left_bytes": self.left_bytes,
-        }
+            "peak_bytes": self.peak_bytes, "left_bytes": self.left_bytes,
+        }  # fmt: skip
 
     def replicated(self) -> list[str]:
         """Lines on the kinds of axes that the mesh does not divide as asked."""

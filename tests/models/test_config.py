@@ -22,12 +22,17 @@ from tiny_pair import VOCAB_SIZE
 from fly_jax import Lookup, generate, load_pair
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.pair import check_chain
-from fly_jax.models.architectures import config_fields, config_of, parameter_specs, read_config
+from fly_jax.models.architectures import (
+    YarnScaling,
+    config_fields,
+    config_of,
+    parameter_specs,
+    read_config,
+)
 from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
 from fly_jax.models.checkpoints.write import convert
 from fly_jax.models.presets import PRESETS, PUBLISHED, preset
-from fly_jax.models.rope_scaling import YarnScaling
 
 LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())
 LLAMA31_V4 = json.loads((GOLDEN / "llama31" / "config_v4.json").read_text())

@@ -167,11 +167,10 @@ class HeadDraft(HeadDrafter):
         carry: _Carry = (token, drafted, scores), fed, cache
         (_, drafted, scores), _, cache = jax.lax.fori_loop(0, most, draft_one, carry)
         draft = Draft(
-            tokens=drafted,
-            logits=scores,
+            tokens=drafted, logits=scores,
             num_drafted=terms.of_each(length, num_speculative_tokens),
             num_passes=(num_passes + most).astype(jnp.int32)[None],
-        )
+        )  # fmt: skip
         known = length - 1
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
 

@@ -39,9 +39,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 _COUNTER = Counter(
     "vllm:spec_decode_num_rescued_tokens",
     "Accepted draft tokens that the target refused and the loosened rule kept.",
-    ["model_name", "engine"],
-    registry=None,
-)
+    ["model_name", "engine"], registry=None,
+)  # fmt: skip
 
 
 class RescueCounter:

@@ -23,6 +23,7 @@ from fly_jax.models.architectures import (
     Group,
     LlamaConfig,
     ParameterSpec,
+    RopeScaling,
     config_of,
     groups,
 )
@@ -37,7 +38,6 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Source
-from fly_jax.models.rope_scaling import RopeScaling
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
 

@@ -40,7 +40,6 @@ class Scaled:
     DeepSeek's `fp8`, Meta's `fbgemm_fp8`, and `compressed-tensors`.
     """
 
-    name: str
     scale: str = "weight_scale"  # what the scales' names end with
     block: tuple[int, int] | None = None  # [outputs, inputs]; None for each output, or the matrix
 
@@ -196,7 +195,7 @@ Packing = Scaled | Awq | Gptq | Packed
 def read_packing(said: Mapping[str, Any], source: str) -> Packing:
     """The packing that a `quantization_config` describes; FlyJaxError for one that is not read."""
     ways: dict[str, Callable[[Mapping[str, Any]], Packing | None]] = {
-        "fp8": _fp8, "fbgemm_fp8": lambda _: Scaled("fbgemm_fp8"), "awq": _awq, "gptq": _gptq,
+        "fp8": _fp8, "fbgemm_fp8": lambda _: Scaled(), "awq": _awq, "gptq": _gptq,
         "compressed-tensors": _compressed_tensors,
     }  # fmt: skip
     try:
@@ -222,7 +221,7 @@ def read_packing(said: Mapping[str, Any], source: str) -> Packing:
 
 def _fp8(said: Mapping[str, Any]) -> Packing | None:
     block = said.get("weight_block_size")
-    return Scaled("fp8", "weight_scale_inv", _pair(block)) if block is not None else Scaled("fp8")
+    return Scaled() if block is None else Scaled("weight_scale_inv", _pair(block))
 
 
 def _awq(said: Mapping[str, Any]) -> Packing | None:
@@ -258,8 +257,8 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Packing | None:
     if not is_known or bits != 8 or not is_symmetric:
         return None
     if strategy == "block":
-        return Scaled(form, block=_pair(weights["block_structure"]))
-    return Scaled(form) if strategy in ("channel", "tensor") else None
+        return Scaled(block=_pair(weights["block_structure"]))
+    return Scaled() if strategy in ("channel", "tensor") else None
 
 
 def _positive(size: Any) -> int:

@@ -155,11 +155,10 @@ class AnswerAudit(BaseModel):
         one, has_window = state.generation, int(np.max(state.rule.strict_tail)) > 0
         found, _ = audited(0, "", one, tokenizer, run, has_window=has_window, budget=state.budget)
         return cls(
-            rule=run.rule,
-            entropy_measure=run.entropy_measure,
+            rule=run.rule, entropy_measure=run.entropy_measure,
             rescues=[one for one in found if one.is_rescue],
             refusals=[one for one in found if not one.is_rescue],
-        )
+        )  # fmt: skip
 
 
 class Token(BaseModel):
@@ -337,9 +336,8 @@ class TextStyle:
         return TextLogprobs(
             tokens=[_spelt(one.token_id, tokenizer) for one in found],
             token_logprobs=[max(one.logprob, _LEAST) for one in found],
-            top_logprobs=[top(one) for one in found],
-            text_offset=list(ends)[:-1],
-        )
+            top_logprobs=[top(one) for one in found], text_offset=list(ends)[:-1],
+        )  # fmt: skip
 
 
 class ChatStyle:

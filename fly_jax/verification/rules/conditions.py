@@ -289,9 +289,9 @@ class Clause:
 
     @property
     def window_size(self) -> Count:
-        """The size of the largest window, 0 without one; a Python number unless under `jit`."""
+        """The size of the largest window, 0 without one."""
         sizes = [window.size for window in self.windows]
-        return plain(functools.reduce(numpy_of(sizes).maximum, sizes, np.int32(0)))
+        return functools.reduce(numpy_of(sizes).maximum, sizes, np.zeros((), np.int32))
 
     def judge(
         self, seen: Seen, mismatch: DraftFlags, barred: DraftFlags, affordable: DraftFlags | None,
@@ -322,6 +322,3 @@ def numpy_of(numbers: Sequence[Any]) -> Any:
     return jnp if any(isinstance(number, Tracer) for number in numbers) else np
 
 
-def plain(number: Any) -> Count:
-    """A Python number in place of a scalar of the host."""
-    return number if isinstance(number, Tracer) or number.ndim else int(number)

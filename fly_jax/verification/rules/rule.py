@@ -84,7 +84,7 @@ class Rule:
             for size, clause in zip(sizes, clauses, strict=True)
         )
         least = functools.reduce(array.minimum, owned, none)
-        return conditions.plain(array.where(least == none, 0, least))
+        return array.where(least == none, 0, least)
 
     @property
     def longest_window(self) -> int:

@@ -422,9 +422,10 @@ def checked_drafter(
 
 
 def check_chain(
-    target: LlamaConfig, drafts: Sequence[LlamaConfig], static: RoundStatic = RoundStatic(0)
+    target: LlamaConfig, drafts: Sequence[LlamaConfig], static: RoundStatic | None = None
 ) -> None:
     """Raises FlyJaxError for drafts that cannot stand so, or cannot draft for these rounds."""
+    static = RoundStatic(0) if static is None else static
     confidence = static.draft_confidence
     # A chosen K may be larger than a block, which is then as long.
     k = 0 if static.depths else static.num_speculative_tokens

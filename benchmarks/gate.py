@@ -19,7 +19,7 @@ from texts import MAX_NEW_TOKENS, word_problems
 
 from fly_jax.decoding.config import DecodingConfig, load_config
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.evaluation.gate import find_gate
+from fly_jax.evaluation.calibration import find_gate
 from fly_jax.evaluation.strictness import Bound
 
 FLAGS = flags.FLAGS

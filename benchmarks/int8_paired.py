@@ -14,7 +14,7 @@ import json
 import machine
 import numpy as np
 
-from fly_jax.evaluation.paired import compare_paired
+from fly_jax.evaluation.answers import compare_paired
 
 _QWEN = machine.RESULTS / "qwen"
 _TASKS = {

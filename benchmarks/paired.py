@@ -10,8 +10,8 @@ from texts import MAX_NEW_TOKENS
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair
+from fly_jax.evaluation.answers import compare_paired
 from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.evaluation.paired import compare_paired
 from fly_jax.evaluation.problems import Problem, is_correct
 
 

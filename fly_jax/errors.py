@@ -7,9 +7,8 @@ class FlyJaxError(ValueError):
 
 def file_trouble(error: OSError) -> str:
     """A sentence for a file that could not be read or written, where there is no better one."""
-    unnamed = (
-        "standard output or a file" if error.errno else "A file"
-    )  # NumPy's errors have no number
+    # NumPy's errors have no number.
+    unnamed = "standard output or a file" if error.errno else "A file"
     return (
         f"{error.filename or unnamed} could not be read or written "
         f"({error.strerror or error}); check the disk's space and the path's permissions, then "

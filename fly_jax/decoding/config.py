@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import tomllib
@@ -423,7 +422,6 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
     }
 
 
-@functools.cache
 def decoding_parameters() -> dict[str, Parameter]:
     """The parameters of a config, by name."""
     return {one.name: one for group in parameter_groups().values() for one in group}

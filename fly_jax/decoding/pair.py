@@ -20,12 +20,10 @@ from fly_jax.decoding.config import (
     check_patterns,
     default_config,
 )
-from fly_jax.decoding.drafters.block_draft import BlockDraft
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.drafters.head_draft import HeadDraft
+from fly_jax.decoding.drafters.head_draft import BlockDraft, HeadDraft
 from fly_jax.decoding.drafters.lookup import HybridDraft, Lookup
-from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.decoding.drafters.parallel import ParallelDraft
+from fly_jax.decoding.drafters.model import DraftModel, ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
@@ -147,10 +145,18 @@ class Pair:
         )  # fmt: skip
 
     def proposing(self, spec: RoundSpec) -> Sequence[Llama] | Drafter:
-        """The draft models of rounds of this kind, or the drafter in their place."""
+        """The draft models of rounds of this kind, or the drafter in their place.
+
+        FlyJaxError for the name of a drafter that there is not.
+        """
         drafter = self.drafter
         if isinstance(drafter, str) and spec.static.num_speculative_tokens:
-            drafter = build_drafter(drafter, self.target, spec.static)
+            if drafter not in _BUILDS:
+                raise FlyJaxError(
+                    f"There is no drafter '{drafter}'; there are {', '.join(_BUILDS)}: give one of "
+                    "them, or register yours with register_drafter."
+                )
+            drafter = _BUILDS[drafter](self.target, spec.static)
         return drafter if isinstance(drafter, Drafter) else self.drafts
 
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
@@ -333,6 +339,11 @@ def load_pair(
         # Has no effect once something else has started JAX's backend.
         prepare_devices(spec, num_processes())
     devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
+    if devices.size == 1 and devices.devices.flat[0] != jax.local_devices()[0]:
+        raise FlyJaxError(
+            "A mesh of one device was given that is not the first; models without a mesh lie on "
+            "the first: make the other one visible alone, as with CUDA_VISIBLE_DEVICES."
+        )
     dtype = dtype or opened.default_dtype(devices.size)
     int8, stored_int8 = dtype == "int8", opened.target.source.int8
     own = None if opened.self_draft is None else self_draft_type(opened.self_draft)
@@ -454,6 +465,7 @@ def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
     head = config.head
     assert head is not None
     layers, shares = head.layers_of(target.num_layers), not head.has_embedding
+    are_there = 0 <= min(layers) <= max(layers) < target.num_layers
     wrong = {
         f"features of width {head.target_embed_size}": head.target_embed_size != target.embed_size,
         f"that model's embedding for a width of {config.embed_size}": shares
@@ -461,10 +473,7 @@ def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
         "that model's embedding, which has not all tokens,": shares
         and target.draft_vocab_size is not None,
         f"a vocabulary of {config.vocab_size}": config.vocab_size != target.vocab_size,
-        f"layers {', '.join(map(str, layers))}": not 0
-        <= min(layers)
-        <= max(layers)
-        < target.num_layers,
+        f"layers {', '.join(map(str, layers))}": not are_there,
     }
     if isinstance(head, Block) and head.target_num_layers not in (None, target.num_layers):
         wrong[f"a target of {head.target_num_layers} layers"] = True
@@ -528,13 +537,3 @@ def register_drafter(name: str, build: Build) -> None:
     if name in _BUILDS and _BUILDS[name] is not build:
         raise FlyJaxError(f"There is a drafter '{name}' already; give yours another name.")
     _BUILDS[name] = build
-
-
-def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
-    """The drafter of a name; raises FlyJaxError where there is none."""
-    if name not in _BUILDS:
-        raise FlyJaxError(
-            f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "
-            "register yours with register_drafter."
-        )
-    return _BUILDS[name](target, static)

@@ -304,12 +304,8 @@ def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
     def whole(leaf: Array) -> Array:
         return layout.constrain(leaf, (None,) * leaf.ndim)
 
-    def placed(one: Any, rest: Callable[[Any], Any]) -> Any:
-        return one.with_length(whole(one.length)) if isinstance(one, KVCache) else rest(one)
-
-    numbers = map_caches(lambda one: placed(one, whole), dataclasses.replace(state, drafter=None))
-    drafting = map_caches(lambda one: placed(one, lambda rest: rest), state.drafter)
-    return dataclasses.replace(numbers, drafter=drafting)
+    numbers = map_lengths(whole, dataclasses.replace(state, drafter=None), rest=whole)
+    return dataclasses.replace(numbers, drafter=map_lengths(whole, state.drafter))
 
 
 def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: int) -> DecodeState:
@@ -478,24 +474,25 @@ def taken(whole: DecodeState, few: DecodeState) -> DecodeState:
     """The first rows of a state, as many as `few` has by its shapes, with whole caches."""
 
     def rows(shape: Any, one: Any) -> Any:
-        if isinstance(one, KVCache):
-            return one.with_length(one.length[: len(shape.length)])
         axis = row_axis(shape, one)
         return one if axis is None else jax.lax.slice_in_dim(one, 0, shape.shape[axis], axis=axis)
 
-    return map_caches(rows, few, whole)
+    return map_caches(
+        lambda shape, one: one.with_length(one.length[: len(shape.length)]), few, whole, rest=rows
+    )
 
 
 def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
     """A state whose first rows are replaced by what has become of those `taken`."""
 
+    def cache(mine: KVCache, one: KVCache) -> KVCache:
+        return mine.with_length(one.length.at[: len(mine.length)].set(mine.length))
+
     def rows(mine: Any, one: Any) -> Any:
-        if isinstance(one, KVCache):
-            return mine.with_length(one.length.at[: len(mine.length)].set(mine.length))
         axis = row_axis(mine, one)
         return mine if axis is None else jax.lax.dynamic_update_slice_in_dim(one, mine, 0, axis)
 
-    return map_caches(rows, part, whole)
+    return map_caches(cache, part, whole, rest=rows)
 
 
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:

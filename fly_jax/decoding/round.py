@@ -13,7 +13,6 @@ from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import Emitted, close, defer
 from fly_jax.decoding.depth import choose_depth, observe
 from fly_jax.decoding.drafters.drafter import Draft, Drafter, Terms
-from fly_jax.decoding.drafters.lookup import HybridDraft
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.decoding.reports import report
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
@@ -85,9 +84,8 @@ class RoundProgram:
             draft, drafter_state = self._propose(state, draft_keys, None)
             depth, expected = self._depth(state, live, draft)
             if depth is not None:
-                draft = dataclasses.replace(
-                    draft, num_drafted=jnp.minimum(draft.num_drafted, depth)
-                )
+                fewer = jnp.minimum(draft.num_drafted, depth)
+                draft = dataclasses.replace(draft, num_drafted=fewer)
         else:
             depth, expected = self._depth(state, live)
             draft, drafter_state = self._propose(state, draft_keys, depth)
@@ -159,9 +157,7 @@ class RoundProgram:
             return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
         wanted = None if depth is None else jnp.full_like(state.length, depth)
         if drafter.adapts or drafter.rests:  # for a finished row nobody is to wait
-            may_skip = drafter.rests or isinstance(drafter, HybridDraft)
-            all_wanted, least = k if wanted is None else wanted, 0 if may_skip else 1
-            wanted = jnp.where(state.finished, jnp.minimum(all_wanted, least), all_wanted)
+            wanted = jnp.where(state.finished, 0, k if wanted is None else wanted)
         terms = Terms(wanted, self.inputs.sampling, keys, self.inputs.earlier)
         return drafter.propose(state.drafter, state.tokens, state.length, k, terms)
 

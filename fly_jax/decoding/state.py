@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,20 @@ from fly_jax.verification.rules import Rule, RuleState, Why
 from fly_jax.verification.sampling import Sampling
 
 
-def map_caches(function: Callable[..., Any], *trees: Any) -> Any:
-    """Maps as `jax.tree.map`, with each cache as one leaf."""
-    return jax.tree.map(function, *trees, is_leaf=lambda one: isinstance(one, KVCache))
+def map_caches(
+    function: Callable[..., Any], *trees: Any, rest: Callable[..., Any] = lambda one: one
+) -> Any:
+    """Maps each cache as a whole, and the other leaves by `rest`: by default they stay."""
+
+    def mapped(*ones: Any) -> Any:
+        return function(*ones) if isinstance(ones[0], KVCache) else rest(*ones)
+
+    return jax.tree.map(mapped, *trees, is_leaf=lambda one: isinstance(one, KVCache))
 
 
-def map_lengths(function: Callable[[RowInts], RowInts], tree: Any) -> Any:
-    """Maps the lengths of all caches; what else a drafter's state has stays as it is."""
-
-    def of(one: Any) -> Any:
-        return one.with_length(function(one.length)) if isinstance(one, KVCache) else one
-
-    return map_caches(of, tree)
+def map_lengths(function: Callable[[RowInts], RowInts], tree: Any, **rest: Any) -> Any:
+    """Maps the lengths of all caches; the other leaves as `map_caches`."""
+    return map_caches(lambda one: one.with_length(function(one.length)), tree, **rest)
 
 
 @jax.tree_util.register_dataclass
@@ -53,12 +55,7 @@ class DecodeState:
 
     def attending(self, positions: int | None) -> DecodeState:
         """A copy in which attention reads so many positions of the caches; None for all."""
-
-        def attending(one: Any) -> Any:
-            return one.attending(positions) if isinstance(one, KVCache) else one
-
-        target, drafter = map_caches(attending, (self.target, self.drafter))
-        return dataclasses.replace(self, target=target, drafter=drafter)
+        return cast(DecodeState, map_caches(lambda one: one.attending(positions), self))
 
     def choosing(self, costs: Float32[Array, "3 depths"]) -> DecodeState:
         """A copy with the costs of a round, from which the next ones choose K."""
@@ -118,12 +115,10 @@ class RoundOutput:
     evidence: TargetEvidence | None = None  # what the rule decided on
 
 
-def corrections(output: RoundOutput, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """The corrections of exact verification in these (greedy) rows, as draft and target tokens."""
+def corrections(output: RoundOutput, which: Sequence[bool]) -> list[tuple[int, int]]:
+    """The corrections of exact verification in some (greedy) rows, as draft and target tokens."""
     assert output.reports is not None
-    wanted = np.zeros(output.count.shape[1], bool)
-    wanted[rows] = True
-    count = np.where(wanted, output.count, 0)
+    count = np.where(which, output.count, 0)
     emitted = np.arange(output.why.shape[2]) < count[..., None]
     differs = emitted & np.isin(output.why, (Why.RESCUED, Why.CORRECTED))
     drafted, chosen = output.reports.draft[differs], output.reports.choice[differs]

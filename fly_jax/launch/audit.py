@@ -58,9 +58,8 @@ def main(arguments: Sequence[str]) -> None:
             said = f"The page would be written over the audit {path}"
             raise FlyJaxError(f"{said}; give --html another file.")
 
-        from fly_jax.launch.page import page  # which needs JAX, and so takes a second
+        from fly_jax.launch.view import page  # which needs JAX, and so takes a second
 
-        text = page(audit, index)
-        Path(values.html).write_text(text, encoding="utf-8", errors="replace")
+        Path(values.html).write_text(page(audit, index), encoding="utf-8", errors="replace")
     summary = summarise(audit)
     print(json.dumps(dataclasses.asdict(summary)) if values.json else table(summary, values.pairs))

@@ -35,7 +35,7 @@ Examples:
 
 # Default K of exact decoding: the fastest of them is tuned exact decoding.
 _EXACT_DEPTHS = (2, 4, 8, 15)
-_PICTURE_INCHES = (8.0, 0.4)  # width, and height of a bar
+_PICTURE_WIDTH, _BAR_HEIGHT = 8.0, 0.4  # in inches
 
 
 @flag_group("Bench")
@@ -211,9 +211,8 @@ def draw(found: Comparison, path: Path) -> None:
     """Draws the speeds as bars, with the turns' deviation and the speed-up over the first."""
     from matplotlib.figure import Figure
 
-    width, height = _PICTURE_INCHES
     results = found.results[::-1]
-    figure = Figure(figsize=(width, 1 + height * len(results)), layout="constrained")
+    figure = Figure(figsize=(_PICTURE_WIDTH, 1 + _BAR_HEIGHT * len(results)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(
         [one.name for one in results],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
@@ -135,13 +134,12 @@ def _config(values: _CalibrateFlags) -> DecodingConfig:
 
 
 def _bound(values: _CalibrateFlags) -> strictness.Bound:
-    risk: Literal["regret", "disagreement"] = "disagreement"
-    risk = "regret" if values.max_disagreement is None else risk
+    risk: strictness.Risk = "regret" if values.max_disagreement is None else "disagreement"
     return strictness.Bound(risk, getattr(values, f"max_{risk}"))
 
 
 def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> None:
-    from fly_jax.evaluation.gate import check_prompts, find_gate
+    from fly_jax.evaluation.calibration import check_prompts, find_gate
 
     check_prompts(inputs.ids)
     gate = find_gate(
@@ -160,23 +158,20 @@ def _fill(values: _CalibrateFlags, path: Path, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.checkpoints.source import identity
 
-    which = ""
+    models, which = inputs.models, ""
     # Starts the backend, in all processes.
-    dtype = values.dtype or inputs.models.default_dtype(inputs.mesh.size)
+    dtype = values.dtype or models.default_dtype(inputs.mesh.size)
     with joint_errors():
         if process_id() == 0:
             # Draft models below the first one do not change a token.
-            models = inputs.models
-            named = models.drafter or models.self_draft
-            draft = named or identity(models.drafts[0].path)
+            draft = models.drafter or models.self_draft or identity(models.drafts[0].path)
             which = " ".join([identity(models.target.path), draft, dtype])
     which = broadcast(which)
-    sizes = (inputs.config.drafting.max_speculative_tokens, values.max_new_tokens)
+    ids, k, most = inputs.ids, inputs.config.drafting.max_speculative_tokens, values.max_new_tokens
     # A wrong file is refused before the weights are read.
-    begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)
+    begin_memory(path, models.target.tokenizer.digest, ids, k, most, which)
     memory = fill_memory(
-        load_models(values, inputs), inputs.ids, path,
-        num_speculative_tokens=inputs.config.drafting.max_speculative_tokens,
-        max_new_tokens=values.max_new_tokens, batch_size=values.batch_size, models=which,
+        load_models(values, inputs), ids, path, num_speculative_tokens=k, models=which,
+        max_new_tokens=most, batch_size=values.batch_size,
     )  # fmt: skip
     say(f"{path} counts {len(memory)} pairs.")

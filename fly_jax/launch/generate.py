@@ -178,8 +178,7 @@ def _decode(
             """Reports a prompt when it and all before it are complete."""
             generation = states[index].generation
             if values.json:
-                record = _record(pair, config, prompts[index], generation)
-                print(json.dumps(record), flush=True)
+                print(json.dumps(_record(pair, config, prompts[index], generation)), flush=True)
             else:
                 say(_summary(index + 1, len(ids), generation))
             if audit is not None:

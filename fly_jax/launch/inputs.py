@@ -33,10 +33,10 @@ from fly_jax.sharding.mesh import (
     prepare_devices,
 )
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
-from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import OpenPair, Pair
+    from fly_jax.verification.rules import Rule
 
 
 _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"

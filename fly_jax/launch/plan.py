@@ -128,25 +128,28 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
         config = builder.for_engine
         served = {"prefill_chunk": values.prefill_chunk, "rules": tuple(builder.kinds)}
     audits = values.audits or values.serve
+    target, is_int8 = _config(values.target)
     same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
-        target=_config(values.target), draft=_config(values.target if own else draft),
-        below=tuple(map(_config, below)), chip=chip_named(values.chip),
-        mesh=parse_mesh(values.mesh), int8=values.dtype == "int8", self_draft=own,
+        target=target, draft=target if own else _config(draft)[0],
+        below=tuple(_config(one)[0] for one in below), chip=chip_named(values.chip),
+        mesh=parse_mesh(values.mesh), int8=is_int8 or values.dtype == "int8", self_draft=own,
         rows=values.batch_size,
         rounds=RoundSpec.of(config, num_drafts=1 + len(below), audits=audits),
         compiles=values.compile, **served, **{name: getattr(values, name) for name in same},
     )  # fmt: skip
 
 
-def _config(name: str) -> LlamaConfig:
+def _config(name: str) -> tuple[LlamaConfig, bool]:
+    """The configuration of a preset, a file or a folder, and whether it is stored in int8."""
     from fly_jax.models.architectures import read_config
-    from fly_jax.models.checkpoints.gguf_file import open_gguf
-    from fly_jax.models.checkpoints.gguf_source import gguf_config
+    from fly_jax.models.checkpoints.converted import RECORD
+    from fly_jax.models.checkpoints.load import open_weights
     from fly_jax.models.checkpoints.source import is_gguf
     from fly_jax.models.presets import preset
 
     path = Path(os.path.expanduser(name))
-    if is_gguf(path):
-        return gguf_config(open_gguf(path))
-    return read_config(path) if path.is_dir() else preset(name)
+    if is_gguf(path) or (path / RECORD).exists() or any(path.glob("*.safetensors")):
+        source = open_weights(path)  # which reads no weight, and knows more than config.json says
+        return source.config, source.int8
+    return read_config(path) if path.is_dir() else preset(name), False

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         )
 
     from fly_jax.evaluation.audit_summary import aligned
-    from fly_jax.launch.page import rendered
+    from fly_jax.launch.view import rendered
 
     runs = _read(folder, values.margin)
     qualities, tables = runs.qualities, runs.tables

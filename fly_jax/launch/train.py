@@ -135,10 +135,8 @@ def _make_head(values: _TrainFlags) -> None:
     del pair
     run = {name: getattr(values, name) for name in ("tokens_per_step", "num_steps", "seed")}
     recipe = heads.recipe_of(values.head, own, **run)
-    checkpoints = (
-        directory
-        / f"checkpoints_{values.head}_{own.num_layers}_{len(known)}_{values.tokens_per_step}"
-    )
+    sizes = f"{own.num_layers}_{len(known)}_{values.tokens_per_step}"
+    checkpoints = directory / f"checkpoints_{values.head}_{sizes}"
     if steps_done(checkpoints) == recipe.last_step:
         say(f"The head has had its {recipe.last_step} steps; nothing was left to train.")
     # From all over the file, which may be sorted.

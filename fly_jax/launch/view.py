@@ -1,13 +1,15 @@
-"""Text on its way to the reader, each token coloured by its `Why`."""
+"""Text for the reader, each token coloured by its `Why`: as it comes, and as a page."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TextIO
 
-from fly_jax.evaluation.colours import WORDS
+from fly_jax.evaluation.audit_file import Audit
+from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
 from fly_jax.verification.rules import Why
 
 _STYLES = {Why.MATCHED: "32", Why.RESCUED: "1;4;33", Why.CORRECTED: "31", Why.BONUS: "36"}
@@ -15,6 +17,12 @@ _DIM = "2"
 
 # Replaces characters that a terminal would obey.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+_WINDOWS = {
+    "held": "held in its block",
+    "completed": "deferred, and completed by a later block",
+    "failed": "deferred, and failed in a later block",
+}
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -91,3 +99,29 @@ class TextView:
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+def page(audit: Audit, index: int) -> str:
+    """The page of one prompt: it loads and runs nothing, and a model's text is never markup."""
+    mismatches = {one.position: one for one in audit.mismatches if one.prompt == index}
+    return rendered(
+        "page.html", title=f"Prompt {index + 1}: why each token stands there", windows=_WINDOWS,
+        run=audit.run, one=audit.continuations[index], mismatches=mismatches,
+        rescued=sum(one.is_rescue for one in mismatches.values()),
+    )  # fmt: skip
+
+
+def rendered(template: str, **given: object) -> str:
+    """Renders a template of this folder, which escapes all that it is given."""
+    import jinja2
+
+    loader, strict = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
+    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=strict)
+    made.filters |= {
+        # Without control characters, which a model may write.
+        "shown": lambda text: text.translate(CONTROLS),
+        "quoted": lambda text: repr(text.translate(CONTROLS)),
+        "nats": lambda value: "infinite" if value is None else f"{value:.3f}",
+    }
+    kinds = {why.letter: (word, MEANINGS[why]) for why, word in WORDS.items()}
+    return made.get_template(template).render(palette=PALETTE, kinds=kinds, **given)

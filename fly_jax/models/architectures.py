@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models import head_config
-from fly_jax.models.head_config import Block, Eagle3, TargetHead
+from fly_jax.models.head_config import Block, Eagle3, Given, TargetHead
 
 # The names in `config.json` of sizes, and of all that is read and written unchanged.
 _SIZES = {
@@ -172,18 +172,18 @@ class Architecture:
     class_name: str
     # Fields of `LlamaConfig`: those that are the same in all its models, and the others, from those
     # of a `config.json` and the number of layers. May raise as a wrong kind of field does.
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    read: Callable[[Mapping[str, Any], int], Fields] = lambda hf, num_layers: {}
+    fields: Given = dataclasses.field(default_factory=dict)
+    read: Callable[[Given, int], Fields] = lambda hf, num_layers: {}
     # Fields of its `config.json`: its own, those that it may leave out, where they are not Llama's,
     # and those of transformers' class that no published model sets, and that are not run.
     written: Callable[[LlamaConfig], Fields] = lambda config: {}
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Given = dataclasses.field(default_factory=dict)
     refused: tuple[str, ...] = ()
     gguf: str | None = None  # its name in GGUF files, where it is known there
     gguf_pairs: bool = False  # GGUF files have the two numbers of a rotary pair side by side
 
 
-def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
+def _read_mistral(hf: Given, num_layers: int) -> Fields:
     """Reads the window of all layers: version 0.1 has one, and its files need not state it."""
     window = hf.get("sliding_window", 4096)
     if window is None:
@@ -191,9 +191,7 @@ def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
     return {"sliding_window": int(window), "windowed_layers": tuple(range(num_layers))}
 
 
-def _read_windows(
-    hf: Mapping[str, Any], num_layers: int, is_windowed: Callable[[int], bool]
-) -> Fields:
+def _read_windows(hf: Given, num_layers: int, is_windowed: Callable[[int], bool]) -> Fields:
     """Reads the window and its layers, listed or `is_windowed`, in the form of Qwen and SmolLM3."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     if window is None:
@@ -207,12 +205,12 @@ def _read_windows(
     return {"sliding_window": int(window), "windowed_layers": found} if found else {}
 
 
-def _read_qwen(hf: Mapping[str, Any], num_layers: int) -> Fields:
+def _read_qwen(hf: Given, num_layers: int) -> Fields:
     first = int(hf.get("max_window_layers", 28))
     return _read_windows(hf, num_layers, lambda layer: layer >= first)
 
 
-def _read_smollm3(hf: Mapping[str, Any], num_layers: int) -> Fields:
+def _read_smollm3(hf: Given, num_layers: int) -> Fields:
     """Reads the layers without rotary positions, by default every fourth."""
     layers = range(num_layers)
     interval = int(hf.get("no_rope_layer_interval", 4))
@@ -327,7 +325,7 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
     return tuple(one for value in said.values() for one in _token_ids(value))
 
 
-def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
+def config_of(fields: Given, source: str = "config.json") -> LlamaConfig:
     """The configuration that the fields of a `config.json` describe; errors name the source.
 
     v4 keeps `rope_theta` and `rope_scaling` at the top level, v5 puts both into `rope_parameters`.
@@ -360,12 +358,9 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         if sizes["num_layers"] > 10_000:  # many times those of any model
             raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
         # An EAGLE-3 head may have a window whatever the family of its layer.
-        is_eagle = isinstance(head, head_config.Eagle3)
         told = {"use_sliding_window": "sliding_attention" in (hf.get("layer_types") or ()), **hf}
-        of_head = _read_windows(told, 1, lambda _: False) if is_eagle else {}
-        rope = _rope_fields(hf, source)
-        theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
-        scaling = _rope_scaling(rope, sizes["max_context"])
+        of_head = _read_windows(told, 1, lambda _: False) if isinstance(head, Eagle3) else {}
+        theta, scaling = _read_rope(hf, source, sizes["max_context"])
         if isinstance(scaling, YarnScaling):  # a Qwen's file still has the context without it
             stretched = int(scaling.factor * scaling.original_context)
             sizes["max_context"] = max(sizes["max_context"], stretched)
@@ -426,8 +421,13 @@ _ROPE_FIELDS = {
 }
 
 
-def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
-    """The rotary fields of a `config.json`; raises FlyJaxError for one that is not understood."""
+def _read_rope(
+    hf: Given, source: str, max_context: int
+) -> tuple[Any, RopeScaling | YarnScaling | None]:
+    """The rotary base and scaling; raises FlyJaxError for a field that is not understood.
+
+    What YaRN's scaling leaves out is the paper's or transformers' default.
+    """
     old, new = (dict(hf.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
     rope = new or old
     kind = str(rope.get("rope_type", rope.get("type", "default")))
@@ -444,17 +444,12 @@ def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
                 "which fly_jax does not understand and which would change the text; it runs one "
                 f"of {', '.join(_ROPE_FIELDS)} for all layers and whole heads: give such a model."
             )
-    return rope
-
-
-def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | YarnScaling | None:
-    """The scaling of a file; what YaRN's leaves out is the paper's or transformers' default."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
     if kind == "default":
-        return None
+        return theta, None
     if kind == "llama3":
         values: Fields = {own: float(rope[theirs]) for own, theirs in _LLAMA3_SCALING.items()}
-        return RopeScaling(**values | {"original_context": int(values["original_context"])})
+        return theta, RopeScaling(**values | {"original_context": int(values["original_context"])})
     factor = float(rope["factor"])
 
     def magnitude(weight: float) -> float:
@@ -465,7 +460,7 @@ def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | Ya
         weight, of_all = (float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim"))
         has_both = weight and of_all
         attention_factor = magnitude(weight) / magnitude(of_all) if has_both else magnitude(1.0)
-    return YarnScaling(
+    return theta, YarnScaling(
         factor=factor,
         original_context=int(rope.get("original_max_position_embeddings") or max_context),
         attention_factor=float(attention_factor), fast_turns=float(rope.get("beta_fast") or 32),

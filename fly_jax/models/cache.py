@@ -53,17 +53,13 @@ class KVCache:
 
     Entries at or beyond a row's length are stale: they are masked and later overwritten, so
     rolling back is setting a smaller length.
-
-    Attributes:
-      length: [rows], valid positions of each row.
-      attended: attention reads so many positions, and not the whole capacity; at least the length
-        of every row whose results are wanted. Static under `jit`; None is all of them. Ignored
-        where a mesh splits the positions.
     """
 
     keys: Entries
     values: Entries
-    length: RowInts
+    length: RowInts  # valid positions of each row
+    # Attention reads so many positions, at least the length of every row whose results are wanted;
+    # it reads the whole capacity where this is None, or a mesh splits the positions.
     attended: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Self
 
 import jax
@@ -15,7 +14,7 @@ from fly_jax.models.architectures import scale_of
 from fly_jax.models.attention import Ahead, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.head_config import Block, Eagle3
-from fly_jax.models.llama import Added, Llama, Matmul, zero_after
+from fly_jax.models.llama import Added, Attend, Llama, Matmul, zero_after
 from fly_jax.shapes import Features, Hidden, Index, Logits, RowInts, Tokens
 
 
@@ -82,8 +81,7 @@ class Eagle3Head(Head):
         return NewEntries(*(one[None] for one in (new.keys, new.values)))
 
     def run_with(
-        self, tokens: Tokens, fed: Hidden, positions: Tokens,
-        attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
+        self, tokens: Tokens, fed: Hidden, positions: Tokens, attend: Attend[Added],
         matmul: Matmul | None = None,
     ) -> tuple[Hidden, Hidden, Added]:  # fmt: skip
         """Runs as `run`, with an attention of any kind; also returns what that adds."""

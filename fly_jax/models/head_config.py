@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from fly_jax.errors import FlyJaxError
 
+Given = Mapping[str, Any]  # the fields of a `config.json`, or of a part of it
 # A `config.json` is a head's if its classes have such names, or it has one of these fields.
 EAGLE3 = "Eagle3"
 HEADS = re.compile(f"{EAGLE3}|DFlash|DSpark")
@@ -80,7 +81,7 @@ class Block(TargetHead):
         return self.block_size - (not self.anchor_predicts)
 
 
-def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], TargetHead]:
+def read_head(fields: Given, source: str) -> tuple[Given, TargetHead]:
     """Reads a head's `config.json`: the fields of its layers, and what it has besides.
 
     FlyJaxError for a head of another kind, an unknown version, a field that is missing or not run.
@@ -103,7 +104,7 @@ def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any]
     return {**layer, "tie_word_embeddings": False}, head
 
 
-def _width(fields: Mapping[str, Any], layer: Mapping[str, Any]) -> int:
+def _width(fields: Given, layer: Given) -> int:
     """The width of the target, which is the head's own where nothing else is said."""
     return int(fields.get("target_hidden_size") or layer.get("hidden_size", 0))
 
@@ -113,15 +114,12 @@ def _inputs(listed: Iterable[int] | None, *, are_outputs: bool) -> tuple[int, ..
     return None if listed is None else tuple(int(one) + are_outputs for one in listed)
 
 
-def _read_eagle3(
-    fields: Mapping[str, Any], layer: Mapping[str, Any], source: str, *, is_nested: bool
-) -> Eagle3:
+def _read_eagle3(fields: Given, layer: Given, source: str, *, is_nested: bool) -> Eagle3:
     own = fields.get("eagle_config") or {}
-    place = fields if is_nested else own
     key = "eagle_aux_hidden_state_layer_ids"
     # At the top vLLM and llama.cpp take them for inputs, in `eagle_config` for outputs.
     are_outputs = not is_nested and key not in fields
-    listed = fields.get(key, place.get(key))
+    listed = own.get(key) if are_outputs else fields.get(key)
     given = {
         "num_hidden_layers": layer.get("num_hidden_layers", 1) == 1,
         "norm_before_fc": not (fields.get("norm_before_fc") and fields.get("fc_norm")),
@@ -143,9 +141,7 @@ def _read_eagle3(
     )
 
 
-def _read_block(
-    fields: Mapping[str, Any], layer: Mapping[str, Any], source: str, *, is_nested: bool
-) -> Block:
+def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) -> Block:
     own = {**fields, **(fields.get("dflash_config") or {})}
     is_dspark = "DSpark" in str(fields.get("architectures")) or "dspark" in (
         fields.get("speculators_model_type"), own.get("projector_type"),
@@ -191,9 +187,7 @@ def _read_block(
     )
 
 
-def written_head(
-    head: TargetHead, layer: Mapping[str, Any], draft_vocab_size: int
-) -> dict[str, Any]:
+def written_head(head: TargetHead, layer: Given, draft_vocab_size: int) -> dict[str, Any]:
     """The inverse of `read_head`: a `config.json` for vLLM and speculators.
 
     `layer` has the fields of the head's layers and of its target, as those of a Llama.

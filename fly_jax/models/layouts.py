@@ -25,17 +25,12 @@ _DRAFTS = ("replicated", "narrow_whole", "narrow", "narrow_long", *_TARGETS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The figures that decide how models best lie on a mesh.
-
-    Attributes:
-      capacity: cache positions of each row.
-      matrices: their type, where it is not bfloat16.
-    """
+    """The figures that decide how models best lie on a mesh."""
 
     rows: int = 1
-    capacity: int = 8192
+    capacity: int = 8192  # cache positions of each row
     num_speculative_tokens: int = 15
-    matrices: MatrixType | None = None
+    matrices: MatrixType | None = None  # None for bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,6 +115,9 @@ Product = Callable[[str, Array, str], Array]
 Parameters = dict[str, Any]
 Read = Float[Array, "rows time read"]  # of attention: an EAGLE-3 head's is twice as wide
 Added = TypeVar("Added")
+# Attention of a layer, by its index, its queries, keys and values; also returns what it adds.
+Attend = Callable[[Index, Array, Array, Array], tuple[Array, Added]]
+Arrays = tuple[Array, ...]
 
 
 class Layer(NamedTuple):
@@ -212,9 +215,7 @@ class Llama(nnx.Module):
         positions = cache.length[:, None] + steps
         return self.run_layers(tokens, positions, self._attending(cache), matmul, layers)
 
-    def _attending(
-        self, cache: KVCache
-    ) -> Callable[[Index, Array, Array, Array], tuple[Array, NewEntries]]:
+    def _attending(self, cache: KVCache) -> Attend[NewEntries]:
         """The attention of a layer to the cache and the pass's own tokens; returns new entries."""
 
         def attend(
@@ -420,14 +421,12 @@ class Llama(nnx.Module):
         return Layer(self.config, weights, rope, products, self._norm)
 
     def run_layers(
-        self, tokens: Tokens, positions: Tokens,
-        attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
+        self, tokens: Tokens, positions: Tokens, attend: Attend[Added],
         multiply: Matmul | None = None, layers: Sequence[int] = (),
     ) -> tuple[Hidden, Added, Inputs]:  # fmt: skip
         """Runs the layers; returns hidden states, what `attend` adds, stacked, and the inputs.
 
-        `attend` is attention of a layer, by its index, its queries, keys and values; the inputs are
-        those of `hidden_and_inputs`.
+        The inputs are those of `hidden_and_inputs`.
         """
         rope = rotation(self.config, positions)
 
@@ -463,8 +462,8 @@ class Llama(nnx.Module):
         else:
 
             def step(
-                carry: tuple[Array, tuple[Array, ...]], inputs: tuple[Array, dict[str, Array]]
-            ) -> tuple[tuple[Array, tuple[Array, ...]], Added]:
+                carry: tuple[Array, Arrays], inputs: tuple[Array, dict[str, Array]]
+            ) -> tuple[tuple[Array, Arrays], Added]:
                 x, kept = carry
                 kept = _kept(layers, inputs[0], x, kept)
                 x, added = layer(x, *inputs)
@@ -529,9 +528,7 @@ class Llama(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "becomes_unsigned"))
-def _one_by_one(
-    stack: Array, axes: tuple[int, ...] | None, becomes_unsigned: bool
-) -> tuple[Array, ...]:
+def _one_by_one(stack: Array, axes: tuple[int, ...] | None, becomes_unsigned: bool) -> Arrays:
     becomes_unsigned &= axes is not None and stack.dtype == jnp.int8
     return tuple(_turned(unsigned(one) if becomes_unsigned else one, axes) for one in stack)
 
@@ -540,9 +537,7 @@ def _turned(layer: Array, axes: Sequence[int] | None) -> Array:
     return layer if axes is None else layer.transpose(axes)
 
 
-def _kept(
-    layers: Sequence[int], index: int | Index, x: Array, kept: tuple[Array, ...]
-) -> tuple[Array, ...]:
+def _kept(layers: Sequence[int], index: int | Index, x: Array, kept: Arrays) -> Arrays:
     """The inputs of the layers that are asked for, updated by `x`, the input of one."""
     pairs = zip(layers, kept, strict=True)
     if isinstance(index, int):

@@ -86,31 +86,24 @@ class DraftPass:
 
 @dataclasses.dataclass(frozen=True)
 class SmallerDraft:
-    """A smaller preset, or the target's own matrices (self:int4), in the place of the given draft.
-
-    Attributes:
-      best: its fastest layout, in the type of the plan's draft.
-      pays_from: mean accepted tokens from which it gives more tokens a second than the given draft
-        does with those of the plan.
-    """
+    """A smaller preset, or the target's own matrices (self:int4), in the given draft's place."""
 
     name: str
-    best: DraftPass
+    best: DraftPass  # its fastest layout, in the type of the plan's draft
     round_seconds: float
+    # Mean accepted tokens from which it gives more tokens a second than the given draft does with
+    # those of the plan.
     pays_from: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafters:
-    """Draft models, sorted by their worth.
+    """Draft models, sorted by their worth."""
 
-    Attributes:
-      passes: the given draft in every layout and type, the fastest first; those that do not fit
-        come last. A target's own draft has one layout, the target's.
-      smaller: those of its architecture and vocabulary that pay with at most K + 1 tokens a round.
-    """
-
+    # The given draft in every layout and type, the fastest first; those that do not fit come last.
+    # A target's own draft has one layout, the target's.
     passes: tuple[DraftPass, ...]
+    # Those of its architecture and vocabulary that pay with at most K + 1 tokens a round.
     smaller: tuple[SmallerDraft, ...]
 
 

@@ -126,12 +126,11 @@ def model_exchanges(
     its inputs. The embedding is one more sum, and the best token takes two.
     """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
-    shape = (rows, tokens, config.embed_size)
+    shape: tuple[int, ...] = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)
     size, layers = layout.devices(("y",)), config.num_layers
     split = {"ffw": config.ffw_size, "q_heads": config.num_heads, "vocab": config.vocab_size}
     axes = {name: layout.axes_of(name, number) for name, number in split.items()}
-    sums: list[tuple[str, tuple[int, ...], int]]
     sums = [("ffw", shape, layers), ("q_heads", shape, layers), ("vocab", shape, 1)]
     sums += [("vocab", shape[:2], 2)] if logits else []
     found = [

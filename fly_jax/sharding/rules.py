@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 MeshAxes = tuple[str, ...]
+Axes = Sequence[str | None]  # the logical axis of each dimension; None is replicated
 
 
 def axes_in(entry: str | MeshAxes | None) -> MeshAxes:
@@ -68,8 +69,8 @@ class Layout:
     mesh: Mesh | AbstractMesh
     rules: ShardingRules
 
-    def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """The mesh axes of each dimension, by their logical names; None is replicated.
+    def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+        """The mesh axes of each dimension, by their logical names.
 
         A mesh axis is used once per array, by the first dimension that asks for it. A dimension
         that does not divide loses its last mesh axes until it does, and is replicated at the worst.
@@ -77,11 +78,11 @@ class Layout:
         kept = (kept for kept, _ in self._assign(axes, shape))
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
 
-    def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         """The `spec` on the mesh, as `device_put` and `jit` take it."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
-    def shard_bytes(self, axes: Sequence[str | None], shape: Sequence[int], itemsize: int) -> int:
+    def shard_bytes(self, axes: Axes, shape: Sequence[int], itemsize: int) -> int:
         """Bytes that one device holds of an array."""
         split = sum((kept for kept, _ in self._assign(axes, shape)), ())
         return math.prod(shape) * itemsize // self.devices(split)
@@ -90,14 +91,14 @@ class Layout:
         """The mesh axes over which one dimension is split, on its own."""
         return next(self._assign((axis,), (size,)))[0]
 
-    def place(self, value: np.ndarray, axes: Sequence[str | None]) -> Array:
+    def place(self, value: np.ndarray, axes: Axes) -> Array:
         """Puts a host array on the mesh; every process has all of it and fills its own devices."""
         sharding = self.sharding(axes, value.shape)
         if sharding.is_fully_addressable:
             return jax.device_put(value, sharding)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    def constrain(self, x: Array, axes: Sequence[str | None]) -> Array:
+    def constrain(self, x: Array, axes: Axes) -> Array:
         """Tells the compiler, within `jit`, how an intermediate array lies."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
@@ -117,9 +118,7 @@ class Layout:
                     names.setdefault(reason, []).append(name)
         return [f"{', '.join(some)}: {reason}" for reason, some in names.items()]
 
-    def _assign(
-        self, axes: Sequence[str | None], shape: Sequence[int]
-    ) -> Iterator[tuple[MeshAxes, MeshAxes]]:
+    def _assign(self, axes: Axes, shape: Sequence[int]) -> Iterator[tuple[MeshAxes, MeshAxes]]:
         """The mesh axes of each dimension, and those lost because it does not divide."""
         used: set[str] = set()
         for axis, size in zip(axes, shape, strict=True):

@@ -23,7 +23,7 @@ from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_of
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.integers import signed
-from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.llama import Attend, Llama, Parameters
 from fly_jax.shapes import Index
 from fly_jax.training.expectations import ROW_LENGTH, Expected, HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
@@ -36,34 +36,27 @@ _MEASURED_ROWS, _LENGTH_STEP = 8, 64
 _MARKOV_RANK = 64
 
 # Keys and values of each layer, which a step leaves to those after it.
-_Kept = list[tuple[Array, Array]]
+_Left = tuple[Array, Array]
+_Kept = list[_Left]
 
 
 class Kind(NamedTuple):
-    """A kind of head.
+    """A kind of head."""
 
-    Attributes:
-      behind: step s of slot i predicts token i + 1 + `behind` + s.
-      scores: of the tokens that it knows, step by step, in float32.
-      depth: steps that are trained. With more than three the first ones become worse, as EAGLE's
-        users found; where all are drafted at once, one that was not trained is worth nothing.
-    """
-
-    behind: int
+    behind: int  # step s of slot i predicts token i + 1 + `behind` + s
+    # Steps that are trained. With more than three the first ones become worse, as EAGLE's users
+    # found; where all are drafted at once, one that was not trained is worth nothing.
     depth: int
+    # Of the tokens that it knows, step by step, in float32.
     scores: Callable[[LlamaConfig, Parameters, HeardRow, int], Iterator[Array]]
     learning_rate: float
 
 
-def _attending(
-    row: Row, kept: _Kept
-) -> Callable[[Index, Array, Array, Array], tuple[Array, tuple[Array, Array]]]:
+def _attending(row: Row, kept: _Kept) -> Attend[_Left]:
     """Attention of a step to the first one, and to all later ones at its own slot."""
     visible = seen_within(row)[:, None, None]
 
-    def attend(
-        layer: Index, query: Array, key: Array, value: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
+    def attend(layer: Index, query: Array, key: Array, value: Array) -> tuple[Array, _Left]:
         steps = [(keys[layer], values[layer]) for keys, values in kept] + [(key, value)]
         (keys, values), own = steps[0], steps[1:]
         grouped = query.reshape(*key.shape[:3], -1, key.shape[3]) * key.shape[3] ** -0.5

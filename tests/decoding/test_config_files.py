@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launch_types import Patch
 from refusals import assert_refused, sentence
@@ -12,7 +13,7 @@ import fly_jax
 from fly_jax import Budget, Csd, DecodingConfig, Exact, Fly, Lookup, Margin, Sampling, load_config
 from fly_jax.decoding.config import decoding_parameters, from_reference_json, parameter_groups
 from fly_jax.launch.flags import DecodingFlags, Flags
-from fly_jax.verification.rules import RULES
+from fly_jax.verification.rules import RULES, Rule
 
 Values = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -218,6 +219,17 @@ class Lucky(fly_jax.Loose):
 
     def clauses(self) -> tuple[fly_jax.Clause, ...]:
         return Margin(gap=self.luck).clauses()
+
+
+def test_rules_that_are_objects_and_numbers_of_numpy() -> None:
+    config = DecodingConfig(rule=Fly(0.2, 2))
+    assert_refused("window_size was given beside", config.replace, window_size=3)
+    assert_refused("one number for each", config.replace, rule=Fly(np.float32([0.1, 0.2]), 2))
+    assert_refused("which is not loosened", config.replace, rule=Rule())
+    twice = {"temperature": 0.3, "sampling": Sampling(0.5)}
+    assert_refused("temperature was given twice", config.replace, rule="sampled", **twice)
+    assert config.replace(num_speculative_tokens=np.int64(4)).num_speculative_tokens == 4
+    assert_refused("no support of a distribution", Exact, Budget(Margin(), 1.0))
 
 
 def test_a_new_rule_is_its_file_and_its_registration(monkeypatch: Patch, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_types import Patch
@@ -86,15 +85,14 @@ def test_the_depth_of_most_tokens_a_second() -> None:
         assert chosen_of(both, jnp.array([first, not first]), (1, 9)) == first
 
 
-@pytest.mark.parametrize(("name", "index"), [("fly", 2), ("sampled", 1)])
-def test_a_forced_depth_is_that_fixed_k(name: str, index: int, monkeypatch: Patch) -> None:
-    """With sampling too: a draw depends on its position, and not on how many others there are."""
-    depths = (2, 3, 5)
+def test_a_forced_depth_is_that_fixed_k_in_sampling_too(monkeypatch: Patch) -> None:
+    """A draw depends on its position, and not on how many others there are."""
+    index, depths = 1, (2, 3, 5)
     costs = np.array([np.where(np.arange(3) == index, 1, np.inf), [1.0] * 3, [0.0] * 3])
     monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs.astype(np.float32))
     found = []
     for more in ({"depths": depths}, {"num_speculative_tokens": depths[index]}):
-        engine = pair_engine(0, SPECS[name].with_static(**more), 0.2)
+        engine = pair_engine(0, SPECS["sampled"].with_static(**more), 0.2)
         rows = engine.generate([[1, 2, 3], [4, 5], [6] * 9], 20, seed=3)
         found.append([(row.token_ids, row.why, row.num_draft_tokens) for row in rows])
     assert found[0] == found[1]

@@ -20,7 +20,7 @@ from refusals import assert_refused
 from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Request, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
-from fly_jax.decoding.drafters.parallel import ParallelDraft
+from fly_jax.decoding.drafters.model import ParallelDraft
 from fly_jax.decoding.pair import OpenPair, checked_drafter
 from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
@@ -330,7 +330,7 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     [
         ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
         ("dflash", "4x2", "tensor", "replicated", "exact, lookup"),
-        ("dspark", "2x2x2", "tensor_long", "narrow_long", "deferred below"),
+        ("dspark", "2x2x2", "tensor_long", "narrow_long", "fly below"),
     ],
 )
 def test_on_eight_devices_tokens_are_those_of_one(

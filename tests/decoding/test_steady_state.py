@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +45,9 @@ def num_drafts(spec: RoundSpec) -> int:
     return 1 + len(spec.static.level_speculative_tokens)
 
 
-def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
+def engine_for(spec: RoundSpec, pair: int = 1, **given: Any) -> Engine:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
-    return pairs.pair_engine(pair, spec, *(0.2, 1.2)[: num_drafts(spec)], memory=memory)
+    return pairs.pair_engine(pair, spec, *(0.2, 1.2)[: num_drafts(spec)], memory=memory, **given)
 
 
 def decoded(engine: Engine, prompts: list[list[int]], limit: int, seed: int) -> list[list[int]]:
@@ -109,16 +110,17 @@ def test_other_weights_compile_nothing_and_others_their_rounds(compilations: Com
         names = [one.split(" in ")[0].split("jit(")[1].rstrip(")") for one in compilations()]
         return sorted(one for one in names if one.startswith("_"))
 
-    pairs.forget_programs()
-    decoded(engine_for(SPECS["exact"]), *BATCHES[0])
+    of_none = {"max_length": 160}  # which nothing else here is made for
+    decoded(engine_for(SPECS["exact"], **of_none), *BATCHES[0])
     first = programs_of_ours()
     assert {"_begin", "_insert", "_prefill_chunk"} < set(first)
     assert [one for one in first if one.startswith("_run")] == ["_run"]
-    other = engine_for(SPECS["exact"], pair=2)
+    other = engine_for(SPECS["exact"], pair=2, **of_none)
     compilations()
     decoded(other, *BATCHES[0])
     assert compilations() == []
-    decoded(engine_for(pairs.SPECS["fly"].with_static(num_speculative_tokens=3)), *BATCHES[0])
+    fly = pairs.SPECS["fly"].with_static(num_speculative_tokens=3)
+    decoded(engine_for(fly, **of_none), *BATCHES[0])
     assert programs_of_ours() == ["_run"]
 
 

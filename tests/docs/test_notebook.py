@@ -37,6 +37,8 @@ def executed(chatty_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> 
     longer = [str(altered(one, folder / one.name, more, {})) for one in chatty_pair]
     notebook = nbformat.read(_NOTEBOOK, as_version=4)
     cells = {cell.id: cell for cell in notebook.cells}
+    for cell in notebook.cells:  # all of them take long
+        cell.source = cell.source.replace("= built_in_problems()", "= built_in_problems()[:3]")
     notebook.cells += [
         new_code_cell(f"real = fly_jax.load_pair(*{longer})", id="instruct"),
         new_code_cell(cells["real-problems"].source, id="judged"),
@@ -84,7 +86,7 @@ def test_the_three_rules_are_compared(executed: NotebookNode) -> None:
     rescued, correct = ([row[column] for row in cells] for column in (-4, -2))
     assert rescued[:2] == ["0", "0"]
     assert int(rescued[2]) > 0
-    assert all(re.fullmatch(r"\d/8", cell) for cell in correct)
+    assert all(re.fullmatch(r"\d/3", cell) for cell in correct)
     assert correct[1] == correct[0], "exact decoding is lossless"
 
 

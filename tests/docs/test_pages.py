@@ -115,9 +115,8 @@ def test_the_engine_gives_the_answers_of_generate() -> None:
     assert found["drawn"].token_ids != found["lossless"].token_ids
     reused, length = engine["states"]["lossless"].num_reused, len(engine["prompt"])
     assert reused == length - 1 or length < 16
-    pair, given = engine["pair"], {"max_new_tokens": 32, "batch_size": 5}
-    alone = fly_jax.generate(pair, engine["texts"], pair.config(), **given)
-    assert engine["answers"] == [pair.tokenizer.decode(one.token_ids) for one in alone]
+    alone = [one.generation for one in engine["engine"].answer(engine["requests"])]
+    assert engine["answers"] == [engine["pair"].tokenizer.decode(one.token_ids) for one in alone]
     assert engine["engine"].is_idle
 
 

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_kinds import KINDS, ROUND, Kind, engine_for
 from random_pairs import SPECS, pair_engine
@@ -20,6 +21,8 @@ REFUSED = {
         "max_new_tokens is 0": Request([1], 0),
         "at least one character": Request([1], stop=["a", ""]),
         "a list of texts": Request([1], stop="abc"),
+        r"stop is \[13\]": Request([1], stop=[13]),
+        "stop is None": Request([1], stop=None),
         "has no tokenizer": Request([1], stop=["a"]),
         "outside the model's vocabulary": Request([99]),
         "log-probabilities of 0 tokens.*the engine gives none": Request([1], logprobs=0),
@@ -44,6 +47,16 @@ def test_requests_that_are_refused(kind: str) -> None:
         assert engine.is_idle
     if kind == "defer":
         engine.submit(Request([1], sampling=Sampling(0.0)))  # which is greedy
+
+
+def test_numbers_of_numpy_and_a_reader_who_leaves() -> None:
+    engine = engine_for(KINDS["autoregressive"])
+    asked = [Request([one], 24, seed=np.uint32(7)) for one in (1, 2)]
+    for state, _ in engine.run(asked):
+        assert state.request.seed == 7
+        break
+    assert engine.is_idle, "both are cancelled"
+    assert len(engine.generate([[1]], 4)[0].token_ids) == 4
 
 
 def test_an_offline_engine_refuses_another_sampling_than_its_own() -> None:

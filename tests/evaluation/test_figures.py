@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from fly_jax import Budget, Engine, Fly, Lookup, Margin, Pair, Rule, Typical, Why, generate
 from fly_jax.decoding.config import DecodingConfig, load_config
+from fly_jax.evaluation.answers import compare_paired, mcnemar, retention
+from fly_jax.evaluation.calibration import Candidate, best, upper_bound
 from fly_jax.evaluation.compare import Comparison, RuleResult, compare
-from fly_jax.evaluation.gate import Candidate, best, upper_bound
-from fly_jax.evaluation.paired import compare_paired, mcnemar, retention
 from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, as_toml, strictness_of
 

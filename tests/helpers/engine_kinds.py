@@ -51,7 +51,7 @@ KINDS = {
     "defer": Kind(rounds(4, Fly(0.0, 3), deferred_window=3, **MORE), num_slots=4),
     "lookup alone": Kind(SPECS["lookup"].with_static(audits=True), num_drafts=0),
     "autoregressive": Kind(SPECS["autoregressive"], num_drafts=0),
-    "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9))),
+    "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9, top_p=0.9))),
 }
 
 

@@ -26,7 +26,7 @@ from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve
 from fly_jax.serving.http.service import Service
 
-KEY, OTHER, NAME, SLOTS, QUEUE = "a secret", "another secret", "tiny", 4, 2
+KEY, OTHER, NAME, SLOTS, QUEUE = "a secret", "another secret", "tiny", 3, 3
 LENGTH = 58  # fits into the shortest cache, so that few programs are compiled
 GIVEN = {
     "rule": "margin", "margin_gap": 1.5, "num_speculative_tokens": 4, "window_size": 2,

@@ -13,7 +13,7 @@ from launch_types import Decoded, Ran, Refused
 
 from fly_jax.evaluation.audit_file import Audit, Continuation, Mismatch, Run
 from fly_jax.launch.__main__ import main
-from fly_jax.launch.page import page
+from fly_jax.launch.view import page
 from fly_jax.models.tokenizer import Tokenizer
 
 GIVEN = ["--prompt=Ada has 3 apples", "--prompt=<script>Boris", "--prompt=Vera's"]
@@ -25,7 +25,7 @@ RULE = ["--rule=margin", "--margin_gap=100", "--risk_budget=6"]
 @pytest.fixture(scope="module")
 def audit(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
-    assert main([*models, *GIVEN, *RULE, f"--audit={path}", "--batch_size=2"]) == 0
+    assert main([*models, *GIVEN, *RULE, f"--audit={path}"]) == 0
     return path
 
 

@@ -69,7 +69,7 @@ def test_turns_are_one_conversation(
 
 
 def test_the_rule_is_changed_on_the_way(talk: Talk) -> None:
-    flags = ("--rule=fly", "--num_speculative_tokens=8", "--entropy_threshold=0")
+    flags = ("--rule=fly", "--window_size=1", "--entropy_threshold=0")
     answers, said = talk("/exact", "Ada", "/clear", "/rule fly | margin", "Ada", flags=flags)
     assert len(answers) == 2
     assert all(f"The rule is {rule}." in said for rule in ("exact", "fly | margin"))

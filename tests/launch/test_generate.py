@@ -25,7 +25,7 @@ from tokenizer_makers import llama3_json
 from fly_jax import CorrectionMemory, Exact, load_config, load_memory, load_pair
 from fly_jax.decoding import pair
 from fly_jax.engine import generation
-from fly_jax.evaluation import calibration, gate
+from fly_jax.evaluation import calibration
 from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import generate, inputs
 from fly_jax.launch.__main__ import main
@@ -184,8 +184,8 @@ def test_everything_is_opened_once(
     (prompts := tmp_path / "prompts.txt").write_text("Ada has 3 apples\nBoris\n")
     memory = [f"--memory={tmp_path / 'memory.npz'}", *SIZES[:2]]
     own = ["--compare", *SIZES, "--json"] if command == "generate" else memory
-    assert main([command, *models, "--mesh=2x2", f"--prompts_file={prompts}", *own]) == 0
-    expected = ["parse_mesh 2x2", "create_mesh 2x2", *(f"encode {one}" for one in PROMPTS)]
+    assert main([command, *models, "--mesh=1x1", f"--prompts_file={prompts}", *own]) == 0
+    expected = ["parse_mesh 1x1", "create_mesh 1x1", *(f"encode {one}" for one in PROMPTS)]
     for folder in tiny_pair:
         opening = ("HuggingFaceSource", "read_config", "load_tokenizer")
         expected += [f"{name} {folder}" for name in opening]
@@ -237,7 +237,7 @@ def test_rules_by_name(memory: Path, of_pair: Decoded) -> None:
     exact = [one["token_ids"] for one in of_pair(*TWO, "--rule=exact")]
     loosest = [f"--memory={memory}", "--csd_min_count=0", "--csd_consistency=0"]
     for rule, loose in (("csd", loosest), ("fly & margin | typical", [])):
-        found = of_pair(*TWO, f"--rule={rule}", *loose, "--batch_size=2")
+        found = of_pair(*TWO, f"--rule={rule}", *loose)
         assert [one["rule"] for one in found] == [rule] * 2
         assert sum(one["num_rescued_tokens"] for one in found) > 0, rule
         assert all(one["num_rescued_tokens"] == one["why"].count("r") for one in found)
@@ -342,16 +342,11 @@ def test_what_is_refused(
 def test_what_is_written_meets_the_bound(
     calibrate: Calibrate, tmp_path: Path, of_pair: Decoded, ran: Ran
 ) -> None:
-    """And a laxer bound is worth no fewer tokens a pass."""
-    accepted = []
-    for limit in (0.4, 0.2):
-        path = tmp_path / f"found_{limit}.toml"
-        arguments = calibrate(f"--gate={path}", "--rule=margin", f"--max_disagreement={limit}")
-        said, text = ran(*arguments).err, path.read_text()
-        command = shlex.split(text.splitlines()[0].removeprefix("# "))
-        assert command == ["python", "-m", "fly_jax.launch", *arguments]
-        accepted.append(float(re.findall(r"([0-9.]+) mean accepted tokens", text)[0]))
-    assert accepted[0] >= accepted[1]
+    limit, path = 0.2, tmp_path / "found.toml"
+    arguments = calibrate(f"--gate={path}", "--rule=margin", f"--max_disagreement={limit}")
+    said, text = ran(*arguments).err, path.read_text()
+    command = shlex.split(text.splitlines()[0].removeprefix("# "))
+    assert command == ["python", "-m", "fly_jax.launch", *arguments]
     config = load_config(path)
     assert (config.rule, config.num_speculative_tokens) == ("margin", 6)
     assert f"margin_gap = {config.to_dict()['margin_gap']}" in text
@@ -401,7 +396,7 @@ def test_a_search_that_finds_nothing_writes_nothing(
     said = ran(*begun, "--max_disagreement=0.0001", status=2).err
     assert "0.01 rescues in 100 tokens" in said.splitlines()[-1]
     assert not path.exists()
-    monkeypatch.setattr(gate, "tqdm", Interrupted)
+    monkeypatch.setattr(calibration, "tqdm", Interrupted)
     said = ran(*begun, "--max_regret=0.1", status=130).err
     assert "Nothing was written; begin again with: python -m" in said
     assert not path.exists()

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 from launch_types import Patch, Ran, Refused
 
-from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.planning import planner
 from fly_jax.planning.plan_steps import STEPS
 from fly_jax.verification.sampling import Sampling
@@ -77,7 +76,8 @@ ROUNDS = [
     ["--rule=fly & margin", "--margin_gap=1", "--risk_budget=20", "--audits"],
     ["--prompt_lookup_max=4", "--num_speculative_tokens=auto"],
     ["--boundary=defer", "--window_size=4"],
-    ["--rule=sampled", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
+    # The rule that a small K has room for.
+    ["--num_speculative_tokens=4", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
     ["--rule=csd", "--nocsd_online"],
 ]
 
@@ -93,7 +93,7 @@ def test_every_round_is_planned(planned: Planned, monkeypatch: Patch, arguments:
     assert (spec.static.lookup is not None) == ("prompt_lookup_max" in given)
     assert (spec.static.deferred_window > 0) == ("boundary" in given)
     assert spec.sampling == (Sampling(0.7, 40, 0.9) if "temperature" in given else None)
-    assert spec.static.depths == (AUTO_DEPTHS if "num_speculative_tokens" in given else ())
+    assert bool(spec.static.depths) == (given.get("num_speculative_tokens") == "auto")
     assert spec.rule.uses_memory == (given.get("rule") == "csd")
     assert (spec.rule.budget is not None) == ("risk_budget" in given)
 

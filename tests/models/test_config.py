@@ -70,6 +70,16 @@ def test_end_of_text_ids_are_merged(
     config = LLAMA31 | {"eos_token_id": of_config}
     folder = folder_with(tmp_path, config, generation_config={"eos_token_id": of_generation})
     assert read_config(folder).eos_token_ids == merged
+    folder = folder_with(tmp_path, config, generation_config={"eos_token_id": [[2]]})
+    assert_refused("generation_config.json has eos_token_id=", read_config, folder)
+
+
+def test_windows_of_the_first_layers_are_all_read() -> None:
+    kinds = ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]
+    fields = CONFIG | {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": kinds}
+    found = config_of(fields | {"use_sliding_window": True, "sliding_window": 8})
+    assert (found.sliding_window, found.windowed_layers) == (8, (0, 1, 3))
+    assert config_of(config_fields(found)) == found
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])

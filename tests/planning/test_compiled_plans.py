@@ -30,13 +30,14 @@ V5E, MESH = CHIPS["v5e"], parse_mesh("8x8")
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 COMMAND = "plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8"
 K, CAPACITY = 25, 8256
+# The compiler takes long for wide passes of prompts, which exchange the same.
+SHORT = {"prompt_length": 16}
 # Targets with the 8B draft: how both lie, and what else is asked for.
 PAIRS: dict[str, tuple[Any, ...]] = {
     "bfloat16": (LARGE, "tensor_whole", {}),
-    "int8": (LARGE, "tensor", "tensor", {"int8": True, "rows": 8}),  # which are split over y
-    # The cache is split by positions, and a draft is in every column. The prompt is short: the
-    # compiler takes long for wide passes, which exchange the same.
-    "long": (MIDDLE, "tensor_long", "narrow_whole", {"prompt_length": 16}),
+    "int8": (LARGE, "tensor", "tensor", {"int8": True, "rows": 8, **SHORT}),  # split over y
+    # The cache is split by positions, and a draft is in every column.
+    "long": (MIDDLE, "tensor_long", "narrow_whole", SHORT),
 }
 
 
@@ -130,7 +131,9 @@ def test_every_step_fits_and_exchanges_no_vocabulary_matrix_or_cache(name: str) 
         assert steps_of(name)["round"].temporary_bytes < 2**28
     for step in steps_of(name).values():
         assert 0 < step.peak_bytes <= V5E.memory_bytes, step.name
-        # Prompts as long as these are run one by one.
+        if step.name == "insert" and rows > 1:  # short prompts are run together, and rows move
+            continue
+        # Longer prompts are run one by one.
         tokens = {"autoregressive": 2 * rows, "prefill": 1024}.get(step.name, (K + 1) * rows)
         most = tokens * (LARGE.embed_size + SMALL.embed_size)
         assert bool(step.exchanges) == (step.name != "insert"), step.name

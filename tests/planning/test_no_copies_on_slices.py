@@ -52,7 +52,6 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
         ("exact", LARGE, "pard-llama-3.2-1b", "v5e 8x8"),
         ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "v5e 2x2"),
         ("head below", LARGE, f"{SMALL} eagle3-{SMALL}", "v5e 8x8"),
-        ("head below", "qwen-3-32b", "qwen-3-8b dspark-qwen-3-8b", "v5e 4x4"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.
         ("lookup", "llama-3.2-3b", "llama-3.2-3b", "v5e 1x1"),
         ("autoregressive", MIDDLE, "", "v6e 2x4"),  # it takes more than the memory of 8 v5e

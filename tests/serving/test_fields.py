@@ -128,6 +128,20 @@ def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() 
     asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
     with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):
         alone.requests(asked, [[1]], engine, tuple)
+    with pytest.raises(FlyJaxError, match="--rules was given and nothing proposes"):
+        RequestBuilder.of(real.without_draft(), ["margin"])
+    with pytest.raises(FlyJaxError, match="has no window to defer"):
+        RequestBuilder.of(real.replace(boundary="defer", window_size=2))
+
+
+def test_a_server_that_draws_offers_its_rules_all_the_same() -> None:
+    drawn = {"temperature": 0.7, "top_p": 0.9, "num_speculative_tokens": 15}
+    builder = RequestBuilder.of(default_config(is_embedded=False).replace(rule="fly", **drawn))
+    assert (builder.rules, len(builder.kinds)) == (("fly", "margin"), 4)
+    for name, value in (("entropy_top_k", 5), ("window", "reference")):
+        asked = CompletionRequest(prompt=[1], fly={"rule": "fly", name: value})
+        with pytest.raises(ApiError, match=f"fly.{name} is .* programs were compiled for"):
+            builder.requests(asked, [[1]], Mock(), tuple)
 
 
 def test_what_is_drawn_without_a_seed_need_not_come_again() -> None:

@@ -146,8 +146,8 @@ def _unrecorded(own: Any, asked: RowInts) -> HybridState:
     return HybridState(own, tokens * _PRIOR_RATE, tokens * (1 - _PRIOR_RATE), asked)
 
 
-def _of_own(name: str) -> Any:
-    return property(operator.attrgetter(f"own.{name}"))
+def _of(path: str) -> Any:
+    return property(operator.attrgetter(path))
 
 
 @jax.tree_util.register_dataclass
@@ -164,21 +164,17 @@ class HybridDraft(Drafter):
     layout: Layout | None = dataclasses.field(metadata=STATIC)  # of the other's model
 
     adapts = True
-    num_speculative_tokens = _of_own("num_speculative_tokens")
-    num_models = _of_own("num_models")
-    most_tokens = _of_own("most_tokens")
-    may_fall_short = _of_own("may_fall_short")
-    rests = _of_own("rests")
-    resumes = _of_own("resumes")
-    unseen = _of_own("unseen")
-    needs_hidden = _of_own("needs_hidden")
-    hidden_layers = _of_own("hidden_layers")
-    room = _of_own("room")
-
-    @property
-    def num_earlier_tokens(self) -> int:  # type: ignore[override]
-        """The tokens of earlier answers that the lookup searches."""
-        return self.lookup.num_earlier_tokens
+    num_speculative_tokens = _of("own.num_speculative_tokens")
+    num_models = _of("own.num_models")
+    most_tokens = _of("own.most_tokens")
+    may_fall_short = _of("own.may_fall_short")
+    rests = _of("own.rests")
+    resumes = _of("own.resumes")
+    unseen = _of("own.unseen")
+    needs_hidden = _of("own.needs_hidden")
+    hidden_layers = _of("own.hidden_layers")
+    room = _of("own.room")
+    num_earlier_tokens = _of("lookup.num_earlier_tokens")
 
     def at_rest(self) -> Self:
         """A copy of which neither drafter proposes."""
@@ -215,10 +211,8 @@ class HybridDraft(Drafter):
         draft, own = self.own.propose(state.own, text, length, k, others)
         is_found, logits = column(looked), draft.logits
         if logits is not None:  # as if drawn from what is certain
-            certain = jnp.where(
-                found.tokens[..., None] == jnp.arange(logits.shape[-1]), 0, -jnp.inf
-            )
-            logits = jnp.where(is_found[..., None], certain, logits)
+            is_it = found.tokens[..., None] == jnp.arange(logits.shape[-1])
+            logits = jnp.where(is_found[..., None], jnp.where(is_it, 0, -jnp.inf), logits)
         draft = dataclasses.replace(
             draft, tokens=jnp.where(is_found, found.tokens, draft.tokens), logits=logits,
             num_drafted=jnp.where(looked, wanted, draft.num_drafted),

@@ -1,4 +1,4 @@
-"""A draft model, alone or with another drafter below it that proposes to it.
+"""Draft models: token by token, perhaps with a drafter below that proposes to it, or in one pass.
 
 A model takes a proposal from below only where it is its own choice, so it drafts the same tokens
 as alone: the level below changes only the time. With a lookup below this is FLy's two-level
@@ -35,6 +35,7 @@ _CATCH_UP_BELOW = 4
 CATCH_UP_AFTER = 16
 
 _Carry = TypeVar("_Carry")
+_Drafted = tuple[KVCache, Tokens, Logits | None]
 
 
 @jax.tree_util.register_dataclass
@@ -71,19 +72,29 @@ class _Passed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LlamaDrafter(Drafter):
-    """A drafter that is a Llama, made of the result of `Llama.parameters`."""
+    """A drafter that is a Llama, made of the result of `Llama.parameters`.
+
+    One that `lags` lies below a draft model, and so is asked only now and then.
+    """
 
     parameters: Parameters
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata=STATIC)
     layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata=STATIC)
     num_speculative_tokens: int = dataclasses.field(default=1, kw_only=True, metadata=STATIC)
+    lags: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     num_models = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(LlamaDrafter):
-    """A draft model that reads the text, and nothing of the target."""
+    """A draft model that reads the text, and nothing of the target.
+
+    If it `rests`, there may be rounds in which it is not asked at all, and prompts that it is not
+    given: then more tokens than a round of K settles may have come since it was asked last.
+    """
+
+    rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     of_proposing = ("num_speculative_tokens", "margin", "lags", "rests")
 
@@ -122,14 +133,10 @@ class DraftModel(ModelDrafter):
 
     Attributes:
       margin: nats that a proposal from below may be less probable than the model's own choice.
-      lags: it lies below another drafter, and so is asked only now and then.
-      rests: there may be rounds in which it is not asked at all, and prompts that it is not given.
     """
 
     below: Drafter | None = None
     margin: float = dataclasses.field(default=0.0, kw_only=True, metadata=STATIC)
-    lags: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
-    rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     @property
     def adapts(self) -> bool:  # type: ignore[override]
@@ -338,10 +345,8 @@ class _Run:
         logits = self.model.logits(hidden)
         chosen, kept = self._chosen(logits, cache.length + 1, width)
         if proposal is not None and self.drafter.margin:
-            taken = jnp.where(
-                self._takes(logits[:, :-1], proposal), proposal.tokens, chosen[:, :-1]
-            )
-            chosen = chosen.at[:, :-1].set(taken)
+            near = self._takes(logits[:, :-1], proposal)
+            chosen = chosen.at[:, :-1].set(jnp.where(near, proposal.tokens, chosen[:, :-1]))
         if self._reader is None:
             return _Passed(chosen, kept, new.padded(width), None)
         read = jnp.pad(read, ((0, 0), (0, width - read.shape[1]), (0, 0)))
@@ -385,9 +390,8 @@ class _Run:
         advance = jnp.ones_like(end)
         if proposal is not None:
             steps = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)
-            confirmed = (chosen[:, :-1] == proposal.tokens) & (
-                steps < proposal.num_drafted[:, None]
-            )
+            confirmed = chosen[:, :-1] == proposal.tokens
+            confirmed &= steps < proposal.num_drafted[:, None]
             advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
         kept = progress.logits
         if kept is not None and logits is not None:
@@ -400,6 +404,80 @@ class _Run:
         count, num_passes = progress.count + advance, progress.num_passes + 1
         return dataclasses.replace(
             progress, text=text, count=count, logits=kept, num_passes=num_passes
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ParallelDraft(ModelDrafter):
+    """A Llama that is trained to answer K - 1 copies of a token behind the text with tokens.
+
+    PARD (arXiv 2504.18583) needs nothing of the target, so one drafts for a whole family. The keys
+    and values of the copies are dropped: the next pass writes over them.
+    """
+
+    @property
+    def unseen(self) -> int:  # type: ignore[override]
+        """The tokens that each pass feeds again, also of a finished row."""
+        return self._width
+
+    @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        """Tells whether no draft model above has more of the text in its cache."""
+        return not self.lags
+
+    def passes_behind(self, state: ModelState, length: RowInts, live: RowFlags) -> Index:
+        """Counts passes as wide as those in which it drafts."""
+        lacking = jnp.where(live, length - self._width - state.cache.length, 0)
+        return -(-jnp.max(lacking, initial=0) // self._width)
+
+    def room(self, num_speculative_tokens: int) -> int:
+        """The copies behind a text that is shorter than what a pass feeds of it."""
+        return self._width + num_speculative_tokens
+
+    @property
+    def _width(self) -> int:
+        """Tokens of the text that a pass feeds: as many as a round may have settled."""
+        return self.num_speculative_tokens + 1
+
+    def propose(
+        self, state: ModelState, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, ModelState]:  # fmt: skip
+        """Drafts all tokens in one pass, each drawn as if those before it were not known."""
+        model, width = self._model, self._width
+        cache = state.cache.with_length(jnp.minimum(state.cache.length, length - 1))
+        num_passes, held = jnp.int32(1), length
+        start = jnp.maximum(length - width, 0)
+        ahead = jnp.arange(num_speculative_tokens, dtype=jnp.int32)
+
+        def draft(given: _Drafted) -> _Drafted:
+            cache, _, logits = given
+            at = start[:, None] + jnp.arange(width + num_speculative_tokens - 1, dtype=jnp.int32)
+            tokens = slice_rows(text, start, at.shape[1])
+            tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
+            hidden, cache = model.extend(tokens, cache.with_length(start))
+            found = model.logits(taken(hidden, (length - 1 - start)[:, None] + ahead))
+            tokens = terms.choose(found, length[:, None] + ahead, self.layout)
+            return cache, tokens, None if logits is None else found
+
+        shape = len(length), num_speculative_tokens
+        logits = None if terms.sampling is None else jnp.zeros((*shape, self.config.vocab_size))
+        given = cache, jnp.zeros(shape, jnp.int32), logits
+        wanted = terms.of_each(length, num_speculative_tokens)
+        if self.rests:
+            is_asked, known = wanted > 0, cache.length
+            cache, _, fed = caught_up(
+                lambda one, at: model.extend(slice_rows(text, at, width), one.with_length(at))[1],
+                cache, known, jnp.where(is_asked, start, 0), width, start,
+            )  # fmt: skip
+            given = once(jnp.any(is_asked), draft, (cache, *given[1:]))
+            num_passes, held = fed + jnp.any(is_asked), jnp.where(is_asked, length, known)
+        else:
+            given = draft(given)
+        cache, tokens, logits = given
+        return Draft(tokens, logits, wanted, num_passes[None]), ModelState(
+            cache.with_length(held), None
         )
 
 

@@ -1,7 +1,4 @@
-"""The entry point that vLLM calls in each of its processes.
-
-docs/integrations.md says what replaces what; `hooks.HOOKS` is what is needed for it.
-"""
+"""The entry point that vLLM calls in each process; docs/integrations.md has what it replaces."""
 
 from __future__ import annotations
 

@@ -185,15 +185,14 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
 
     def _loosened_sampler(self, config: DecodingConfig) -> LoosenedSampler:
         tokenizer, limits = target_tokenizer(self.model_config), config.limits
-        memory = None
+        keys = None
         if limits.memory is not None:
-            path, least = Path(limits.memory), limits.csd_min_count
-            memory = load_memory(path, tokenizer.digest, min_count=least)
+            least = limits.csd_min_count
+            keys = load_memory(Path(limits.memory), tokenizer.digest, min_count=least).keys()
         protected = np.zeros(self.vocab_size, bool)
         ids = [*tokenizer.control_token_ids, *tokenizer.matching(limits.protect)]
         protected[[token for token in ids if token < self.vocab_size]] = True
         rows = RowRules(config, 2 * self.max_num_reqs)  # preempted requests keep their budgets
-        keys = None if memory is None else memory.keys()
         k = self.speculative_config.num_speculative_tokens
         return LoosenedSampler(self.mesh, rows, max_drafted=k, protected=protected, memory=keys)
 

@@ -30,10 +30,10 @@ _VARIABLE = "FLY_JAX_"
 _OWN = ("rule", "protect", "memory", "csd_min_count")
 # Settings that no request can change.
 _OF_THE_ENGINE = {"protect", "memory", "csd_min_count", "any_version"}
+_OF_THE_ENGINE |= {one.name for one in parameters_of(Lookup)}
 _ANY_VERSION = Parameter(
     "any_version", "", bool, False, "run with versions of vLLM that were never tried"
 )
-_OF_THE_LOOKUP = {one.name for one in parameters_of(Lookup)}
 
 # The engine has a Llama, but no Mistral, in JAX; without a sliding window they are one.
 DRAFTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -125,7 +125,7 @@ def request_rule(config: DecodingConfig, override: Any, temperature: float) -> R
         )
     try:
         own = from_vllm_names(override or {})
-        check_keys(own, set(known()) - _OF_THE_ENGINE - _OF_THE_LOOKUP)
+        check_keys(own, set(known()) - _OF_THE_ENGINE)
         made = config.replace(**own)
         rule, engines = made.to_rule(), config.to_rule()
         if isinstance(rule, Exact) or ("csd" in rule_names(made.rule) and temperature > 0):

@@ -20,9 +20,7 @@ from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from fly_jax.errors import FlyJaxError
 
 # The types that are read: plain ones, and those that models are quantised to most often.
-TYPES = (
-    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K",
-)  # fmt: skip
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _MAGIC = b"GGUF"
 _PLAIN = {"F32": "f4", "F16": "f2"}
 # NumPy's types of a value of the metadata, by GGUF's number; texts and lists have a length.
@@ -132,7 +130,10 @@ class _Header:
             key, kind = self._texts(1)[0], self._number(4)
             if key in values:
                 raise ValueError(f"It has {key} twice.")
-            values[key] = self._value(kind)
+            if kind == _LIST:
+                values[key] = self._list(self._number(4), self._number())
+            else:
+                values[key] = self._list(kind, 1)[0]
         claims: dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType, int]] = {}
         for _ in range(num_tensors):
             name, number = self._texts(1)[0], self._number(4)
@@ -183,11 +184,6 @@ class _Header:
     def _number(self, size: int = _LENGTH_BYTES) -> int:
         kind = "Q" if size == _LENGTH_BYTES else "I"
         return struct.unpack_from(self._order + kind, self._data, self._taken(size))[0]
-
-    def _value(self, kind: int) -> Any:
-        if kind == _LIST:
-            return self._list(self._number(4), self._number())
-        return self._list(kind, 1)[0]
 
     def _list(self, kind: int, count: int) -> list[Any]:
         if kind == _TEXT:

@@ -187,7 +187,6 @@ class GgufSource:
                         f"{list(file.tensors[tensor].shape)}; the metadata asks for {list(shape)}: "
                         "download the file again, or convert the model anew."
                     )
-
         odd = next((one for one in file.tensors if one not in {*needed, _ROPE_FACTORS}), "")
         if odd:
             raise FlyJaxError(
@@ -353,9 +352,7 @@ def _named(file: GgufFile) -> dict[str, str]:
 
 
 def _named_ids(file: GgufFile) -> dict[str, int]:
-    names = {
-        "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
-    }  # fmt: skip
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.values.get(f"tokenizer.ggml.{own}_token_id") for name, own in names.items()}
     known = {name: int(index) for name, index in ids.items() if index is not None}
     for name, index in known.items():

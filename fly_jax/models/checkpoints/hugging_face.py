@@ -151,9 +151,7 @@ class HuggingFaceSource:
         fields = read_json(path)
         said = fields.get("quantization_config") or fields.get("compression_config")
         self.packing = read_packing(said, str(path)) if said else None
-        self.arranged: Arranging = arranged
-        if self.packing is not None:
-            self.arranged = Unpacking(self.packing)
+        self.arranged: Arranging = arranged if self.packing is None else Unpacking(self.packing)
         self.config = read_config(folder)
         if _HEAD_SAYS in self._stored:  # EAGLE's own files say nothing else of it
             self.config = config_of({**fields, "architectures": [EAGLE3]}, str(path))
@@ -168,9 +166,7 @@ class HuggingFaceSource:
         needed: dict[str, StoredPart] = {}
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
-                parts = self._parts(group, name, spec)
-                tensors = self._tensors(group, name, spec)
-                needed |= {tensor: parts[part] for part, tensor in tensors.items()}
+                needed.update(self._tensors(group, name, spec).values())
         _check(folder, self._stored, needed)
         self._check_rest(needed)
         self.stored_types = {self._stored[name].dtype for name in needed}
@@ -201,7 +197,7 @@ class HuggingFaceSource:
         files: dict[Path, dict[str, jax.ShapeDtypeStruct]] = {}
         names = {name: self._tensors(group, name, spec) for name, spec in specs.items()}
         for name, tensors in names.items():
-            for tensor in tensors.values():
+            for tensor, _ in tensors.values():
                 stored = self._stored[tensor]
                 files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
                     stored.shape,
@@ -217,12 +213,11 @@ class HuggingFaceSource:
         with context:
             for file, abstract in files.items():
                 found |= ocp.load(file, abstract)
-        return {
-            name: found[tensors[""]]
-            if "" in tensors
-            else {part: found[tensor] for part, tensor in tensors.items()}
+        parts_of = {
+            name: {part: found[tensor] for part, (tensor, _) in tensors.items()}
             for name, tensors in names.items()
         }
+        return {name: parts.get("", parts) for name, parts in parts_of.items()}
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
         """Reads rows of a parameter's tensor, as stored; nothing of it stays in memory."""
@@ -262,31 +257,31 @@ class HuggingFaceSource:
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file, in words."""
-        tensor = next(iter(self._tensors(group, name, group.specs(self.config)[name]).values()))
+        tensors = self._tensors(group, name, group.specs(self.config)[name])
+        tensor, _ = next(iter(tensors.values()))
         return f"The tensor {tensor} in {self._stored[tensor].file}"
 
-    def _tensors(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, str]:
-        """The tensors that hold a parameter, by the parts of its packing, or by "" alone."""
-        parts, whole = self._parts(group, name, spec), self._name(group, name)
-        if "" in parts:
-            return {"": whole}
-        stem = whole.removesuffix("weight")
-        return {
-            part: stem + part
-            for part, one in parts.items()
-            if not one.is_optional or stem + part in self._stored
-        }
+    def _tensors(
+        self, group: Group, name: str, spec: ParameterSpec
+    ) -> dict[str, tuple[str, StoredPart]]:
+        """The tensors that hold a parameter, by the parts of its packing, or by "" alone.
 
-    def _parts(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, StoredPart]:
-        """The tensors of a parameter; matrices that a packing left out are stored as they are."""
-        packing, plain = self.packing, self._stored.get(self._name(group, name))
-        shape = tensor_shape(name, spec)
+        Matrices that a packing left out are stored as they are.
+        """
+        whole, shape = self._name(group, name), tensor_shape(name, spec)
+        plain = self._stored.get(whole)
         is_plain = plain is not None and plain.dtype in DTYPES
         if name == "token_rows" and self.config.head is not None:
-            return {"": StoredPart(((self.config.unknown_row,),), ("I64", "I32"))}
-        if packing is None or is_plain or not is_transposed(name, spec):
-            return {"": StoredPart((shape,), ("I32",) if name == "token_rows" else tuple(DTYPES))}
-        return packing.parts(*shape)
+            return {"": (whole, StoredPart(((self.config.unknown_row,),), ("I64", "I32")))}
+        if self.packing is None or is_plain or not is_transposed(name, spec):
+            dtypes = ("I32",) if name == "token_rows" else tuple(DTYPES)
+            return {"": (whole, StoredPart((shape,), dtypes))}
+        stem = whole.removesuffix("weight")
+        return {
+            part: (stem + part, one)
+            for part, one in self.packing.parts(*shape).items()
+            if not one.is_optional or stem + part in self._stored
+        }
 
 
 def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, StoredPart]) -> None:

@@ -168,9 +168,7 @@ def _unpacked(words: Int32[Array, "rows words"], bits: int) -> Int[Array, "rows 
     return numbers.reshape(len(words), -1)
 
 
-def _of_groups(
-    scales: Float[Array, "outputs groups"], of: Int[Array, " inputs"]
-) -> Float[Array, "outputs inputs"]:
+def _of_groups(scales: Float[Array, "outputs groups"], of: Int[Array, " inputs"]) -> Matrix:
     """The scale of each input's group; NaN for a group that does not exist."""
     found = scales.astype(jnp.float32).at[:, of].get(mode="fill", fill_value=jnp.nan)
     return jnp.where(of < 0, jnp.nan, found)

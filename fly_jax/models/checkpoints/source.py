@@ -32,30 +32,24 @@ class Source(Protocol):
     @property
     def arranged(self) -> Arranging:
         """Makes a parameter of what is stored, under `jit`; equal where arranged alike."""
-        ...
 
     def read(self, group: Group, layout: Layout | None) -> Mapping[str, Stored]:
         """The group's parameters as stored, by name; raises FlyJaxError for a damaged file."""
-        ...
 
     def describe(self, group: Group, name: str) -> str:
         """The place of a parameter of a group, in words that begin a sentence."""
-        ...
 
 
 _EMBEDDED = Path(__file__).parents[1] / "embedded"
 # The target and the draft that come with the package.
 EMBEDDED_PAIR = (_EMBEDDED / "target", _EMBEDDED / "draft")
-_CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Files that decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
-    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
 ]  # fmt: skip
-_HUB_WEIGHTS = [
-    "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"
-]  # fmt: skip
+_HUB_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 
 
 def is_gguf(path: Path) -> bool:

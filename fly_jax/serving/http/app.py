@@ -26,6 +26,7 @@ from fly_jax.serving.http.protocol import ApiError, ErrorReply
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
 from fly_jax.serving.http.service import ResponseStream, Service
 
+_VERSION = importlib.metadata.version("fly_jax")
 _Completion = Annotated[protocol.CompletionRequest, Body()]
 _Chat = Annotated[protocol.ChatRequest, Body()]
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -35,10 +36,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def make_app(service: Service) -> FastAPI:
     """The ASGI application over a service, which its caller makes ready."""
-    version, refused_one = importlib.metadata.version("fly_jax"), service.metrics.refused
-    app = FastAPI(title="fly_jax", version=version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="fly_jax", version=_VERSION, docs_url=None, redoc_url=None)
     guard: Any = Guard
-    app.add_middleware(guard, limits=lambda: service.limits, on_refused=refused_one)
+    app.add_middleware(guard, limits=lambda: service.limits, on_refused=service.metrics.refused)
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
         return protocol.as_api_error(error).response
@@ -119,11 +119,8 @@ def _about(service: Service) -> APIRouter:
     @router.get("/version")
     def version() -> dict[str, str]:
         """Versions of the package and of JAX, and the device."""
-        return {
-            "version": importlib.metadata.version("fly_jax"),
-            "jax": jax.__version__,
-            "device": jax.devices()[0].device_kind,
-        }
+        device = jax.devices()[0].device_kind
+        return {"version": _VERSION, "jax": jax.__version__, "device": device}
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:  # not in a thread: two at a time would count rounds twice

@@ -14,14 +14,13 @@ from starlette.exceptions import HTTPException
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizer import check_unicode
-from fly_jax.parameters import parameters_of
+from fly_jax.parameters import MOST_TOKENS, parameters_of
 from fly_jax.verification.rules import RULES, VLLM_NAMES, Budget, from_vllm_names
 
 _COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_TEXT_LOGPROBS, _MOST_CHAT_LOGPROBS = 5, 20  # as OpenAI has it
 _MOST_PROMPTS = 1024
-_MOST_TOKENS = 2**20  # longer than any context; the model's own is checked where it is known
 _MOST_MESSAGES = 2048  # as OpenAI has it; and parts of each
 _MOST_PATTERNS, _LONGEST_SALT = 256, 256
 _MOST_OTHERS = 64  # fields of an object beyond those that there are
@@ -83,10 +82,10 @@ Text = Annotated[str, AfterValidator(_written)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterValidator(_written)]
 # Checks of a list stop at its first wrong entry: to report all takes seconds and gigabytes.
-_Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_TOKENS, fail_fast=True)]
+_Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
 _Texts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 _TokenLists = Annotated[
-    list[Annotated[list[TokenId], Field(max_length=_MOST_TOKENS, fail_fast=True)]],
+    list[Annotated[list[TokenId], Field(max_length=MOST_TOKENS, fail_fast=True)]],
     Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True),
 ]
 _Stops = Annotated[list[StopText], Field(max_length=_MOST_STOPS, fail_fast=True)]

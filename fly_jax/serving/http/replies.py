@@ -185,19 +185,16 @@ class Token(BaseModel):
     @classmethod
     def of(cls, report: TokenReport, text: str, tokenizer: Tokenizer) -> Token:
         """The token of a report."""
-        probability, other, other_probability = None, None, None
-        if report.token_id == report.choice_id:
-            probability = report.choice_probability
-        elif report.token_id == report.draft_id:
-            probability = report.draft_probability
-        if report.why.letter == "r":
-            other, other_probability = report.choice_id, report.choice_probability
-        elif report.why.letter == "c" and report.draft_id is not None:
-            other, other_probability = report.draft_id, report.draft_probability
+        probabilities = {
+            report.draft_id: report.draft_probability,
+            report.choice_id: report.choice_probability,
+        }
+        other = {"r": report.choice_id, "c": report.draft_id}.get(report.why.letter)
         return cls(
             id=report.token_id, text=text, why=report.why.name.lower(),
-            other=None if other is None else tokenizer.token_text(other), probability=probability,
-            other_probability=other_probability, entropy=report.entropy,
+            other=None if other is None else tokenizer.token_text(other),
+            probability=probabilities.get(report.token_id),
+            other_probability=probabilities.get(other), entropy=report.entropy,
         )  # fmt: skip
 
 

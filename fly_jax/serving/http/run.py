@@ -40,13 +40,9 @@ class _Server(uvicorn.Server):
 def bound(host: str, port: int) -> socket.socket:
     """A socket that does not listen yet (port 0: any); raises FlyJaxError where it is taken."""
     try:
-        found_ones = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        choices = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # Of a name with addresses of both kinds, as localhost, most clients try that of IPv4.
-        family, kind, protocol, _, address = min(
-            found_ones, key=lambda one: one[0] != socket.AF_INET
-        )
+        family, kind, protocol, _, address = min(choices, key=lambda one: one[0] != socket.AF_INET)
         with contextlib.ExitStack() as unless_bound:
             # asyncio sends small pieces at once (TCP_NODELAY) only where the protocol is named.
             found = unless_bound.enter_context(socket.socket(family, kind, protocol))

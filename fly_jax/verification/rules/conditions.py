@@ -320,5 +320,3 @@ class Clause:
 def numpy_of(numbers: Sequence[Any]) -> Any:
     """NumPy, or JAX's if any of the numbers is traced."""
     return jnp if any(isinstance(number, Tracer) for number in numbers) else np
-
-

@@ -23,13 +23,13 @@ from typing import Any
 
 import machine
 from absl import flags
+from texts import conversations
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import load_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.launch.inputs import read_prompts
 
 _TARGET = flags.DEFINE_string("target", None, "the target")
 _DRAFT = flags.DEFINE_string("draft", None, "the draft model")
@@ -68,14 +68,7 @@ def asked(engine: Engine, prompts: Sequence[Sequence[int]], clients: int) -> dic
 def main() -> None:
     """Measures all, and writes the results after every turn."""
     pair = load_pair(_TARGET.value, _DRAFT.value, dtype=_DTYPE.value)
-    chat = pair.tokenizer.apply_chat_template
-    files = {
-        Path(file).stem: [
-            chat([{"role": "user", "content": prompt.text}])
-            for prompt in read_prompts(file, skip_bad=False)
-        ]
-        for file in _PROMPTS.value
-    }
+    files = {Path(file).stem: conversations(pair, file) for file in _PROMPTS.value}
     alone = dataclasses.replace(pair, drafts=())
     auto = DecodingConfig(rule="exact", num_speculative_tokens="auto")
     pairs = {

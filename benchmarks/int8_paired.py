@@ -17,10 +17,8 @@ import numpy as np
 from fly_jax.evaluation.answers import compare_paired
 
 _QWEN = machine.RESULTS / "qwen"
-_TASKS = {
-    "humaneval": "exact, K = 4",
-    "mbpp": "exact, K = 3",
-}  # exact is the int8 target's own text
+# Exact is the int8 target's own text.
+_TASKS = {"humaneval": "exact, K = 4", "mbpp": "exact, K = 3"}
 
 
 def main() -> None:

@@ -17,12 +17,12 @@ import jax
 import machine
 import numpy as np
 from absl import flags
+from texts import conversations
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.lookup import Lookup, look_up
 from fly_jax.decoding.pair import load_pair
 from fly_jax.engine.engine import Engine
-from fly_jax.launch.inputs import read_prompts
 
 _TARGET = flags.DEFINE_string("target", None, "the target")
 _DTYPE = flags.DEFINE_string("dtype", "int8", "of the weights")
@@ -46,12 +46,8 @@ def main() -> None:
     pair = load_pair(_TARGET.value, dtype=_DTYPE.value)
     results: dict[str, Any] = {"target": _TARGET.value, "dtype": _DTYPE.value, "files": {}}
     for file in _PROMPTS.value:
-        chat = pair.tokenizer.apply_chat_template
-        prompts = [
-            chat([{"role": "user", "content": prompt.text}])
-            for prompt in read_prompts(file, skip_bad=False)
-        ]
-        prompts = [prompt for prompt in prompts if len(prompt) < _CAPACITY - _NEW_TOKENS]
+        most = _CAPACITY - _NEW_TOKENS
+        prompts = [prompt for prompt in conversations(pair, file) if len(prompt) < most]
         engine = Engine.of(
             pair, DecodingConfig(rule="autoregressive"), prompts=prompts, offline=True,
             max_new_tokens=_NEW_TOKENS, num_slots=_SLOTS, with_texts=False,

@@ -18,6 +18,7 @@ from absl import flags
 
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.problems import Problem
+from fly_jax.launch.inputs import read_prompts
 
 # What the pair was trained on is its recipe's.
 sys.path.append(str(Path(__file__).parents[1] / "recipes" / "embedded_pair"))
@@ -43,6 +44,12 @@ def library_beginnings(pair: Pair, split: Split, number: int) -> list[list[int]]
     prompts = [ids[:PROMPT_TOKENS] for ids in encoded if len(ids) >= 2 * PROMPT_TOKENS]
     stride = max(1, len(prompts) // number)
     return prompts[::stride][:number]
+
+
+def conversations(pair: Pair, file: str) -> list[list[int]]:
+    """Token ids of a file's prompts, each as what a user says to the target."""
+    chat, prompts = pair.tokenizer.apply_chat_template, read_prompts(file, skip_bad=False)
+    return [chat([{"role": "user", "content": prompt.text}]) for prompt in prompts]
 
 
 def main() -> None:

@@ -73,13 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """The folders of a target and of its draft."""
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
 def chatty_pair(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """The same; the target has a chat template."""
+    """That pair; the target has a chat template."""
     target = shutil.copytree(tiny_pair[0], tmp_path_factory.mktemp("chat") / "target")
     (target / "chat_template.jinja").write_text(TEMPLATE)
     return target, tiny_pair[1]

@@ -171,7 +171,8 @@ def compare(
     if not prompts:
         raise FlyJaxError("No prompt was given; a comparison needs at least one.")
     configs = configs or {one.rule: one for one in DecodingConfig().side_by_side()}
-    if any(one != pair.config(one) for one in configs.values() if one.num_speculative_tokens):
+    asked = [one for one in configs.values() if one.num_speculative_tokens]
+    if not all(pair.config(one).num_speculative_tokens for one in asked):
         raise FlyJaxError("Nothing proposes to the target; give a draft model, or a lookup.")
     ids: Sequence[Sequence[int]] = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts

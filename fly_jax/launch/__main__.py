@@ -78,8 +78,8 @@ def _status(arguments: list[str]) -> int:
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = "The device's memory is full ({}); give a smaller --batch_size or --max_new_tokens, "
-        more = "--dtype int8 or a larger --mesh, of which the command plan tells what fits."
+        said = "The device's memory is full ({}); give fewer rows (--batch_size or --num_slots), "
+        more = "shorter texts, --dtype int8 or a larger --mesh; the command plan tells what fits."
         print(said.format(" ".join(str(error).split())[:200]) + more, file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, flag_group
 from fly_jax.launch.inputs import built_in_prompts, read_prompts
+from fly_jax.models.tokenizer import check_unicode
 from fly_jax.parameters import parameter
 
 _HELP = """\
@@ -92,6 +93,7 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
             if prompt.messages and not values.chat:
                 raise FlyJaxError(f"{prompt.source} is a conversation; give --chat with such.")
             messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+            check_unicode("".join(one["content"] for one in messages), prompt.source)
             asked = {"messages": messages} if values.chat else {"prompt": prompt.text}
             bodies.append({"model": model, "max_tokens": values.max_new_tokens, **asked, **extra})
         await ask(client, path, bodies[0])  # what a server compiles first is no measurement
@@ -105,7 +107,9 @@ async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str
                 print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
             if values.json:
                 measured = [one.to_dict() for one in found]
-                print(json.dumps({"machine": describe(), "model": model, "measured": measured}))
+                asks = describe()
+                del asks["devices"]  # nothing is said of the server's
+                print(json.dumps({"machine": asks, "model": model, "measured": measured}))
 
 
 async def _first_model(client: Any) -> str:

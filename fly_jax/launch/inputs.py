@@ -222,6 +222,8 @@ def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool
             "--chat was given, and the target's tokenizer has no chat template; leave it out, or "
             "give an instruct model."
         )
+    if values.system is not None:
+        models.encode(values.system or " ", name="--system")
     if values.system is not None and not (chats or any(one.messages for one in prompts)):
         raise FlyJaxError(
             "--system was given, and no prompt is a conversation; leave it out, or give an "
@@ -396,4 +398,4 @@ def distributed_session(values: ProcessFlags) -> Iterator[None]:
 def is_of_another(error: BaseException) -> bool:
     """Tells whether another process's end may be the cause: a failed collective or message."""
     failed = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-    return failed and crash_handler.installed is not None
+    return failed and "RESOURCE_EXHAUSTED" not in str(error) and crash_handler.installed is not None

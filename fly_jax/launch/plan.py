@@ -129,11 +129,13 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
         served = {"prefill_chunk": values.prefill_chunk, "rules": tuple(builder.kinds)}
     audits = values.audits or values.serve
     target, is_int8 = _config(values.target)
+    if is_int8 and values.dtype != "int8":
+        print("The target is stored in int8; --dtype int8 plans it so.", file=sys.stderr)
     same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
         target=target, draft=target if own else _config(draft)[0],
         below=tuple(_config(one)[0] for one in below), chip=chip_named(values.chip),
-        mesh=parse_mesh(values.mesh), int8=is_int8 or values.dtype == "int8", self_draft=own,
+        mesh=parse_mesh(values.mesh), int8=values.dtype == "int8", self_draft=own,
         rows=values.batch_size,
         rounds=RoundSpec.of(config, num_drafts=1 + len(below), audits=audits),
         compiles=values.compile, **served, **{name: getattr(values, name) for name in same},
@@ -150,6 +152,10 @@ def _config(name: str) -> tuple[LlamaConfig, bool]:
 
     path = Path(os.path.expanduser(name))
     if is_gguf(path) or (path / RECORD).exists() or any(path.glob("*.safetensors")):
-        source = open_weights(path)  # which reads no weight, and knows more than config.json says
-        return source.config, source.int8
+        try:
+            source = open_weights(path)  # reads no weight, and knows more than config.json says
+            return source.config, source.int8
+        except FlyJaxError:
+            if not (path / "config.json").exists():  # the weights may still be on their way
+                raise
     return read_config(path) if path.is_dir() else preset(name), False

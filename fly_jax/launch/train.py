@@ -105,7 +105,7 @@ def _make_head(values: _TrainFlags) -> None:
     _claim(directory, {
         "teacher": identity(opened.target.path),
         "dtype": dtype,
-        "prompts_file (or --chat, --system)": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         **{name: getattr(values, name) for name in ("temperature", "max_new_tokens", "seed")},
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
@@ -170,7 +170,8 @@ def _claim(directory: Path, wanted: dict[str, object]) -> None:
             f"{file} is damaged; remove it if the run is the same, or give another --directory."
         ) from error
     if other is not None:
+        also = " (or --chat, --system)" if other == "prompts_file" else ""
         raise FlyJaxError(
-            f"{directory} holds the answers of a run with another --{other}; give another "
+            f"{directory} holds the answers of a run with another --{other}{also}; give another "
             "--directory, or remove that one."
         )

@@ -28,6 +28,7 @@ from fly_jax.models.architectures import (
     parameter_specs,
     shared_vocabulary,
 )
+from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import check_self_draft
@@ -157,7 +158,8 @@ class PlanSpec:
     def drafts_by_data(self) -> bool:
         """Tells whether data decides which passes run: the program names all that may."""
         static, draft = self.rounds.static, self.draft
-        waits = static.lookup is not None and draft.head is None and draft.pard_token is None
+        at_once = draft.pard_token is not None or isinstance(draft.head, Block)
+        waits = static.lookup is not None and not at_once
         return bool(self.below or waits or static.depths or static.draft_confidence)
 
     @property

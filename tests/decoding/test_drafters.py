@@ -137,14 +137,6 @@ def draft(
     return drafted(drafter, text, length, [length - 1], terms, beyond=0.0)
 
 
-def without_repeats() -> list[list[int]]:
-    """Prompts that go on, in the model's own words, without a token that was there before."""
-    prompts = [[token, (7 * token + 5) % 48] for token in range(48)]
-    said = pairs.greedy(pairs.random_target(VARIED), prompts, K)
-    begun = zip(prompts, said, strict=True)
-    return [prompt for prompt, new in begun if len({*prompt, *new}) == 2 + K][:ROWS]
-
-
 def positions_written(cache: KVCache) -> list[int]:
     written = np.any(np.asarray(cache.keys) != 0, axis=(0, 2, 4))
     return [int(np.flatnonzero(row)[-1]) + 1 for row in written]
@@ -185,7 +177,11 @@ def test_a_parallel_draft_that_is_not_asked_for_makes_no_pass(asked: list[int]) 
 
 
 def test_a_lookup_that_finds_nothing_costs_nothing() -> None:
-    prompts = without_repeats()
+    """Behind prompts that go on without a token that was there before."""
+    prompts = [[token, (7 * token + 5) % 48] for token in range(48)]
+    said = pairs.greedy(pairs.random_target(VARIED), prompts, K)
+    begun = zip(prompts, said, strict=True)
+    prompts = [prompt for prompt, new in begun if len({*prompt, *new}) == 2 + K][:ROWS]
     plain, plain_cache = draft(VARIED, prompts, None)
     looked, cache = draft(VARIED, prompts, Lookup())
     assert int(looked.num_passes[0]) == int(plain.num_passes[0]) == K
@@ -341,7 +337,7 @@ def test_a_margin_leaves_drawn_rows_alone() -> None:
 
 
 def test_what_is_refused() -> None:
-    """What proposes nothing, and a wrong number of levels."""
+    """What proposes nothing, wrong numbers of levels, and wrong depths."""
     assert_refused("prompt_lookup_min is 0", Lookup, min_ngram=0)
     assert_refused("n-grams of 9 to 8 tokens", Lookup, min_ngram=9)
     assert_refused("prompt_lookup_tokens is 0", Lookup, num_speculative_tokens=0)
@@ -352,3 +348,5 @@ def test_what_is_refused() -> None:
     other = Llama.random(dataclasses.replace(pairs.CONFIG, vocab_size=50), jax.random.key(0))
     spec = spec.with_static(level_speculative_tokens=(4,))
     assert_refused("A draft model has 50 tokens", pairs.pair_engine, 1, spec, TOP, other)
+    for depths in ((3, 2), (2, 2, 6), (-1, 6), (2, 4)):
+        assert_refused("depths", RoundStatic, 6, depths=depths)

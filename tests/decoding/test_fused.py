@@ -1,4 +1,7 @@
-"""The fused loop against its steps and oracles of Fly, also where windows stay open over rounds."""
+"""The fused loop against its steps and oracles of Fly, also where windows stay open over rounds.
+
+And every token's report equals what the two models' logits say, in passes without a cache.
+"""
 
 import collections
 import dataclasses
@@ -7,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import random_pairs as pairs
 from hypothesis import given, settings
@@ -21,8 +25,9 @@ from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
+from fly_jax.verification.evidence import Entropy
 from fly_jax.verification.rules import Budget, Exact, Fly, Rule, Why
-from fly_jax.verification.rules.loosened import Margin
+from fly_jax.verification.rules.loosened import Margin, Typical
 
 Emitted = tuple[list[int], str]  # the tokens of a row, and the letters of why they stand there
 Plain = tuple[Emitted, collections.Counter[str]]  # and its rounds, windows deferred, rolled back
@@ -289,3 +294,104 @@ def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
         told = zip(chosen[len(prompt) - 1 : -1], row.token_ids, row.why, strict=True)
         assert all(own == token or why.letter == "r" for own, token, why in told)
         assert len(row.token_ids) == 40 or row.token_ids[-1] in pairs.EOS
+
+
+# Of reports.
+PAIR, NOISE, GAP, TOTAL = 2, 0.2, 1.5, 2.5
+EXACT = pairs.SPECS["exact"].with_static(audits=True)
+BY_TWO = EXACT.with_static(rounds_per_dispatch=2)
+AUDITED = {
+    "fly": dataclasses.replace(BY_TWO, rule=Fly(0.4, 2, entropy="full")),
+    "budget": dataclasses.replace(EXACT, rule=Budget(Margin(gap=GAP), TOTAL)),
+    "deferred": pairs.SPECS["deferred"],
+}
+MEASURES = {"fly": ("full", 0), "budget": ("top_k", 3), "deferred": ("top_k", 3)}
+
+
+def decode(spec: RoundSpec) -> list[Generation]:
+    prompts = [[first, 3, 5] for first in range(8)]
+    return pairs.pair_engine(PAIR, spec, NOISE).generate(prompts, MAX_NEW_TOKENS)
+
+
+@functools.cache
+def audited(name: str) -> list[Generation]:
+    return decode(AUDITED[name])
+
+
+@pytest.mark.parametrize("name", AUDITED)
+def test_numbers_are_those_of_the_models(name: str) -> None:
+    whys = set()
+    for row in audited(name):
+        models = (pairs.random_target(PAIR), pairs.random_draft(PAIR, NOISE))
+        text, first = [*row.prompt_token_ids, *row.token_ids], len(row.prompt_token_ids) - 1
+        target, draft = (pairs.logits_after(one, text)[first:] for one in models)
+        assert len(row.reports) == len(row.token_ids)
+        for at, report in enumerate(row.reports):
+            assert (report.token_id, report.why) == (row.token_ids[at], row.why[at])
+            drafted = None if report.why is Why.BONUS else int(draft[at].argmax())
+            seen = oracle.greedy_evidence(target[at], drafted, *MEASURES[name])
+            assert report.choice_id == seen.argmax
+            assert report.draft_id == drafted
+            best = np.exp(seen.argmax_logit - seen.log_sum_exp)
+            assert report.choice_probability == pytest.approx(best, abs=1e-4)
+            assert report.entropy == pytest.approx(seen.entropy, abs=1e-4)
+            if drafted is None:
+                assert (report.draft_probability, report.regret) == (None, None)
+            else:
+                gap = seen.argmax_logit - seen.draft_logit
+                share = np.exp(seen.draft_logit - seen.log_sum_exp)
+                assert report.draft_probability == pytest.approx(share, abs=1e-4)
+                assert report.regret == pytest.approx(gap, abs=1e-3)
+            kept = report.why in (Why.MATCHED, Why.RESCUED)
+            assert report.token_id == (drafted if kept else seen.argmax)
+            assert (report.refused_by is None) == (report.why is not Why.CORRECTED)
+            if not report.deferred and report.why is not Why.CORRECTED:
+                assert report.verdict is report.why
+            whys.add(report.why)
+    assert whys == {Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS}
+
+
+def test_a_budget_refuses_what_it_cannot_pay() -> None:
+    found = set()
+    for row in audited("budget"):
+        spent = 0.0
+        for report in row.reports:
+            assert report.regret is not None or report.why is Why.BONUS
+            if report.why is Why.RESCUED:
+                spent += report.regret
+            elif report.why is Why.CORRECTED:
+                protected = report.draft_id in pairs.EOS or report.choice_id in pairs.EOS
+                expected = Why.REFUSED if protected else Why.REFUSED_GATE
+                if not protected and report.regret <= GAP:
+                    assert spent + report.regret > TOTAL or spent == TOTAL
+                    expected = Why.REFUSED_BUDGET
+                assert report.refused_by is expected
+                found.add(expected)
+        assert row.regret == pytest.approx(spent, abs=1e-4)
+    assert found >= {Why.REFUSED_GATE, Why.REFUSED_BUDGET}
+
+
+def test_reports_change_no_token_and_are_not_there_unasked() -> None:
+    silent = decode(AUDITED["deferred"].with_static(audits=False))
+    for one, other in zip(silent, audited("deferred"), strict=True):
+        assert one == dataclasses.replace(other, reports=[], seconds=one.seconds)
+    # Nor are they a part of the program.
+    for spec in AUDITED.values():
+        plain = spec.with_static(audits=False)
+        window = pairs.pair_engine(PAIR, plain, NOISE)._slots().window
+        assert window is None or window.reports is None
+        assert plain.static.needs(plain.rule) == plain.rule.needs
+
+
+def test_the_entropy_that_is_reported() -> None:
+    measures: dict[Rule, Entropy] = {Exact(): Entropy(), Fly() & Typical(): Entropy()}
+    measures |= {Fly(entropy="normalized"): Entropy("normalized"), Typical(): Entropy("full")}
+    for rule, measure in measures.items():
+        assert EXACT.static.needs(rule).entropy == measure
+
+
+def test_sampled_corrections_tell_what_was_drafted() -> None:
+    rows = decode(pairs.SPECS["sampled"].with_static(audits=True))
+    refused = [one for row in rows for one in row.reports if one.why is Why.CORRECTED]
+    assert all(one.draft_id not in (None, one.token_id) for one in refused)
+    assert {one.refused_by for one in refused} == {Why.REFUSED}

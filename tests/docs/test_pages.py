@@ -106,7 +106,7 @@ def test_sharded_logits_give_the_same_evidence(library: Names) -> None:
         assert words in library["refusal"]
 
 
-def test_the_engine_gives_the_answers_of_generate() -> None:
+def test_the_engine_gives_the_same_answers_with_asyncio() -> None:
     """And each rule its own, on the page of the engine."""
     engine = executed("engine", 3)
     found = {name: one.generation for name, one in engine["states"].items()}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from refusals import sentence
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation import audit_file
 from fly_jax.evaluation.audit_file import Audit, Continuation, Mismatch, Run, read_audit
 from fly_jax.evaluation.audit_summary import CLASSES, summarise, table, token_class
@@ -147,8 +146,7 @@ def test_damage_is_named(path: Path, line: int, change: dict[str, Any], words: l
 )
 def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "other.jsonl").write_bytes(data)
-    with pytest.raises(FlyJaxError):
-        read_audit(tmp_path / "other.jsonl")
+    assert sentence(read_audit, tmp_path / "other.jsonl")
 
 
 def test_whether_a_path_can_be_written_leaves_nothing_there(path: Path, tmp_path: Path) -> None:

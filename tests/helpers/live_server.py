@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import httpx
 import openai
@@ -135,15 +135,9 @@ class Live:
         assert self.engine.slots.num_free == SLOTS
 
 
-@contextlib.contextmanager
-def limited(service: Service, **limits: Any) -> Iterator[None]:
+def limited(service: Service, **limits: Any) -> contextlib.AbstractContextManager[object]:
     """The service has other limits meanwhile."""
-    before = service.limits
-    service.limits = dataclasses.replace(before, **limits)
-    try:
-        yield
-    finally:
-        service.limits = before
+    return patch.object(service, "limits", dataclasses.replace(service.limits, **limits))
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -13,7 +13,6 @@ import oracle
 from jaxtyping import Array, Key
 
 from fly_jax import Drafter, Engine, Exact, Fly, Generation, Layout, Lookup, Rule, Sampling
-from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
@@ -99,13 +98,6 @@ def pair_engine(
 
 def model_drafter(model: Llama, below: Drafter | None, k: int = 5) -> DraftModel:
     return DraftModel(model.parameters(), below, config=CONFIG, num_speculative_tokens=k)
-
-
-def forget_programs() -> None:
-    """As if none of an engine's programs were compiled; to forget all programs takes seconds."""
-    for one in vars(programs).values():
-        if hasattr(one, "clear_cache"):
-            one.clear_cache()
 
 
 def tokens_of(rows: Sequence[Generation]) -> list[list[int]]:

@@ -159,6 +159,7 @@ def test_decodings_side_by_side(models: list[str], tmp_path: Path, ran: Ran) -> 
     heading, _, line = ran("bench", *models[::2], *given, "--turns=1").out.splitlines()
     assert line.startswith("autoregressive")
     assert "kept at" not in heading
+    assert "exact, K = 3" in ran("bench", *models[::2], "--draft=ngram", *given, "--turns=1").out
     given += ["--decode=autoregressive", "--decode=exact:4", "--decode=fly:4", "--each=1"]
     given += [f"--picture={picture}", "--turns=2"]
     out, said = ran("bench", *models, *given, "--json")

@@ -33,7 +33,6 @@ from fly_jax.sharding import processes
 
 # Far more than it takes, for machines that do other things as well.
 PATIENCE = 300
-LAUNCH = ("-m", "fly_jax.launch")
 SIZES = [f"--max_new_tokens={MAX_NEW_TOKENS}", "--num_speculative_tokens=4", "--window_size=2"]
 HOST = socket.gethostname()
 Alone = Callable[[str], list[dict[str, Any]]]
@@ -46,8 +45,8 @@ class Job:
     """
 
     def __init__(
-        self, folder: Path, *arguments: str, program: Sequence[str] = LAUNCH, stdin: str = "",
-        number: int = 2, **variables: str,
+        self, folder: Path, *arguments: str, program: Sequence[str] = ("-m", "fly_jax.launch"),
+        stdin: str = "", number: int = 2, **variables: str,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.processes = []

@@ -37,7 +37,6 @@ def model() -> Llama:
 
 @pytest.fixture(scope="module")
 def tensors(model: Llama) -> Tensors:
-    """The model's, by GGUF's names."""
     return tensors_of(model)
 
 

@@ -4,9 +4,9 @@ import json
 import re
 import shutil
 import tracemalloc
-import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import jax.numpy as jnp
@@ -49,15 +49,13 @@ def folder(tmp_path: Path) -> Path:
 def complaint(monkeypatch: pytest.MonkeyPatch) -> Complaint:
     """What is said about a folder before any weight is read: by the check and by loading."""
 
-    def read(*_: object) -> None:
-        raise AssertionError("weights were read")
-
     def said(folder: Path) -> str:
         text = sentence(open_weights, folder)
         assert sentence(load_llama, folder) == text
         return text
 
-    monkeypatch.setattr(HuggingFaceSource, "read", read)
+    failing = Mock(side_effect=AssertionError("weights were read"))
+    monkeypatch.setattr(HuggingFaceSource, "read", failing)
     return said
 
 
@@ -237,6 +235,6 @@ def test_a_hub_out_of_reach_or_that_refuses(
         told = f"'{name}' is no folder that exists, and the hub could not give it"
         assert_refused(re.escape(told), resolve, name)
     for error, advice in ADVICE.items():
-        refused = unittest.mock.Mock(side_effect=error.__new__(error))
+        refused = Mock(side_effect=error.__new__(error))
         monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
         assert_refused(f"'org/name'.*{advice}", resolve, "org/name", "v9")

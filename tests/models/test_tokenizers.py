@@ -177,16 +177,14 @@ def test_special_tokens_may_have_a_file_of_their_own(tmp_path: Path) -> None:
 
 def test_an_added_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path) -> None:
     """But for one that only pads."""
-    folder = fill(tmp_path, "llama3")
-    settings = folder / "tokenizer_config.json"
-    found = json.loads(settings.read_text())
-    for name in ("<pad>", "<|im_start|>"):
-        added = {"added_tokens_decoder": {"999": {"content": name}}, "pad_token": "<pad>"}
-        settings.write_text(json.dumps(found | added))
-        if name == "<pad>":
-            assert load_tokenizer(folder).eos_token_ids == (2,)
-        else:
-            assert_refused(r"'<\|im_start\|>', which the vocabulary", load_tokenizer, folder)
+
+    def adding(name: str) -> Path:
+        added = {"999": {"content": name}}
+        return fill(tmp_path, "llama3", added_tokens_decoder=added, pad_token="<pad>")
+
+    assert load_tokenizer(adding("<pad>")).eos_token_ids == (2,)
+    told = r"'<\|im_start\|>', which the vocabulary"
+    assert_refused(told, load_tokenizer, adding("<|im_start|>"))
 
 
 def test_control_tokens_spelt_out_in_a_text_are_text(tokenizer: Tokenizer) -> None:

@@ -128,7 +128,7 @@ def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() 
     asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
     with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):
         alone.requests(asked, [[1]], engine, tuple)
-    with pytest.raises(FlyJaxError, match="--rules was given and nothing proposes"):
+    with pytest.raises(FlyJaxError, match="--rules was given and nothing is drafted"):
         RequestBuilder.of(real.without_draft(), ["margin"])
     with pytest.raises(FlyJaxError, match="has no window to defer"):
         RequestBuilder.of(real.replace(boundary="defer", window_size=2))

@@ -223,45 +223,35 @@ def test_keys_of_a_file(tmp_path: Path, monkeypatch: Patch) -> None:
         limits_of([of_file])
 
 
-@pytest.fixture
-def fresh() -> Service:
-    return stuck_service()
+@pytest.mark.parametrize("fails", ["warm_up", "step", "startup", "draining"])
+def test_a_failure_ends_the_server(monkeypatch: Patch, fails: str) -> None:
+    """Where nothing has begun, in a step, and in a step while it drains."""
+    fresh = stuck_service()
 
-
-@pytest.mark.parametrize("fails", ["warm_up", "step", "startup"])
-def test_a_failure_ends_the_server(fresh: Service, monkeypatch: Patch, fails: str) -> None:
-    fail = Mock(side_effect=RuntimeError("the chip is gone"))
-    monkeypatch.setattr(uvicorn.Server if fails == "startup" else Stuck, fails, fail)
-    url, _, _, ended = started(fresh)
-    if fails == "step":
-        until(lambda: fresh.state == "ready")
-        reply = httpx.post(f"{url}/v1/completions", json={"prompt": [1, 2]}, timeout=60)
-        assert reply.status_code == 503
-        assert "the chip is gone" in reply.json()["error"]["message"]
-    with pytest.raises(ServerFailed, match="the chip is gone"):
-        ended.result(30)
-
-
-def test_a_failure_while_it_drains_ends_the_server_too(fresh: Service, monkeypatch: Patch) -> None:
-    def step() -> list[Any]:
-        if fresh.state == "draining":
+    def fail(*_: object, **__: object) -> list[Any]:
+        if fails != "draining" or fresh.state == "draining":
             raise RuntimeError("the chip is gone")
         return []
 
-    monkeypatch.setattr(Stuck, "step", Mock(side_effect=step))
+    owner = uvicorn.Server if fails == "startup" else Stuck
+    monkeypatch.setattr(owner, "step" if fails == "draining" else fails, fail)
     url, loop, stop, ended = started(fresh)
-    until(lambda: fresh.state == "ready")
-    with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": [1, 2]}
-        reply = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-        until(lambda: fresh.num_open == 1)
-        loop.call_soon_threadsafe(stop.set)
-        assert reply.result().status_code == 503
+    if fails in ("step", "draining"):
+        until(lambda: fresh.state == "ready")
+        with ThreadPoolExecutor(1) as pool:
+            body = {"prompt": [1, 2]}
+            asked = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+            if fails == "draining":
+                until(lambda: fresh.num_open == 1)
+                loop.call_soon_threadsafe(stop.set)
+        assert asked.result().status_code == 503
+        if fails == "step":
+            assert "the chip is gone" in asked.result().json()["error"]["message"]
     with pytest.raises(ServerFailed, match="the chip is gone"):
         ended.result(30)
 
 
-def test_small_pieces_are_sent_at_once(fresh: Service, monkeypatch: Patch) -> None:
+def test_small_pieces_are_sent_at_once(monkeypatch: Patch) -> None:
     """Else a reply of two, and a token after another, waits 40 ms for the client's TCP."""
     found, take = list[int](), Connection.connection_made
 
@@ -271,14 +261,14 @@ def test_small_pieces_are_sent_at_once(fresh: Service, monkeypatch: Patch) -> No
         take(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", noted)
-    with serving(fresh) as url:
+    with serving(stuck_service()) as url:
         httpx.get(f"{url}/health")
     assert found == [1]
 
 
-def test_a_second_signal_ends_it_at_once(fresh: Service) -> None:
+def test_a_second_signal_ends_it_at_once() -> None:
     listening, say, seen, frozen = bound("127.0.0.1", 0), Mock(), list[str](), list[int]()
-    url = address(listening)
+    fresh, url = stuck_service(), address(listening)
     gc.unfreeze()
 
     def client() -> None:

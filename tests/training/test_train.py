@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train as embedded_pair
-from golden import FIXTURES
+from golden import FIXTURES, assert_same
 from launch_types import Folders, Patch, Ran
 from random_pairs import SPECS, batch_engine
 from safetensors import safe_open
@@ -293,8 +293,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     resumed = train(RECIPE, again, stopped, steps_per_checkpoint=4)
     again.assert_called_once_with(4)
     assert steps_done(stopped) == RECIPE.num_steps
-    for name, values in whole.parameters().items():
-        np.testing.assert_array_equal(resumed.parameters()[name], values, err_msg=name)
+    assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize("best", [1, 2])

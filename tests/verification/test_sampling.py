@@ -12,7 +12,6 @@ from golden import layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from refusals import assert_refused
 
 from fly_jax import Exact, Fly, Sampling, Why, accept, evidence, sample, sample_at
 from fly_jax.planning.hlo import Exchange, exchanges
@@ -61,10 +60,6 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     mixed, keys = Sampling(np.float32([0, 1])), jax.random.split(jax.random.key(0))
     for found in (sample(logits), sample(logits, mixed, keys)):
         assert found.tolist() == [1, 2]
-
-
-def test_a_key_is_needed() -> None:
-    assert_refused("key", sample, jnp.zeros(3), Sampling())
 
 
 TARGET = np.array([1.5, 0.3, -0.4, 1.1, -2.0, 0.9], np.float32)

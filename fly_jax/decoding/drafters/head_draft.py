@@ -144,32 +144,39 @@ class HeadDraft(HeadDrafter):
         if self.lags:
             cache, _, num_passes = caught_up(fill, cache, cache.length, start, width)
         last = jnp.maximum(length - 2, 0)
-        cache = fill(cache, start)
+        cache = fill(cache, start).with_length(last)
+        hidden, fed, _ = head.run(*given(last, 1), cache)
         drafted = jnp.zeros((rows, num_speculative_tokens), jnp.int32)
         scores = None
         if terms.sampling is not None:
             scores = jnp.zeros((rows, num_speculative_tokens, self.config.vocab_size), jnp.float32)
 
+        def choose(
+            at: int | Index, hidden: Array, drafted: Array, scores: Array | None
+        ) -> tuple[Array, Array, Array | None]:
+            """The token of each row, and the draft and the scores with it."""
+            logits = head.logits(hidden)
+            token = terms.choose(logits, length[:, None] + at, self.layout)
+            drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
+            if scores is not None:
+                scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
+            return token, drafted, scores
+
         def draft_one(index: Index, carry: _Carry) -> _Carry:
             (token, drafted, scores), fed, cache = carry
-            cache = cache.with_length(jnp.maximum(length - 2 + index, 0))
+            cache = cache.with_length(length - 2 + index)
             hidden, fed, new = head.run(token, fed, cache)
-            logits = head.logits(hidden)
-            token = terms.choose(logits, length[:, None] + index, self.layout)
-            drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, index, 1)
-            if scores is not None:
-                scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, index, 1)
-            return (token, drafted, scores), fed, cache.written(new, self.layout)
+            return choose(index, hidden, drafted, scores), fed, cache.written(new, self.layout)
 
         most = terms.most(num_speculative_tokens)
-        token, fed = given(last, 1)
-        carry: _Carry = (token, drafted, scores), fed, cache
-        (_, drafted, scores), _, cache = jax.lax.fori_loop(0, most, draft_one, carry)
+        carry: _Carry = (choose(0, hidden, drafted, scores), fed, cache)
+        (_, drafted, scores), _, cache = jax.lax.fori_loop(1, most, draft_one, carry)
         draft = Draft(
-            tokens=drafted, logits=scores,
+            tokens=drafted,
+            logits=scores,
             num_drafted=terms.of_each(length, num_speculative_tokens),
-            num_passes=(num_passes + most).astype(jnp.int32)[None],
-        )  # fmt: skip
+            num_passes=(num_passes + jnp.maximum(most, 1)).astype(jnp.int32)[None],
+        )
         known = length - 1
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
 

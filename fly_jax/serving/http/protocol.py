@@ -382,7 +382,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     parts = [str(part) for part in error["loc"][1:]]
     path = ".".join(part for part in parts if part.isidentifier() or part.isdecimal())
     if error["type"] == "extra_forbidden":
-        if not parts[-1].isidentifier():
+        if not path.endswith(parts[-1]):
             path += f".{parts[-1][:_LONGEST_NAME]}"
         return invalid(f"The field {path!r} is unknown; leave it out.", path, "unknown_field")
     message = str(error["msg"]).removeprefix("Value error, ").rstrip(".")

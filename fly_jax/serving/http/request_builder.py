@@ -39,7 +39,8 @@ class RequestBuilder:
         config.to_rule()
         if not config.num_speculative_tokens:
             if rules:
-                raise FlyJaxError("--rules was given and nothing proposes; give --draft as well.")
+                said = "--rules was given and nothing is drafted; give --draft, and K above 0."
+                raise FlyJaxError(said)
             return cls(config, ())
         if config.drafting.boundary == "defer" and not config.is_loosened:
             raise FlyJaxError(

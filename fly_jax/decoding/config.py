@@ -149,8 +149,8 @@ class DecodingConfig:
         rule, given_rule = given.get("rule"), None
         if any(map(np.ndim, jax.tree.leaves(rule))):
             raise FlyJaxError(
-                f"rule is {rule}; a config takes one number for each of its parameters, and an "
-                "engine's requests may each have a rule of their own: give such."
+                f"rule is {rule}; a config takes one number for each parameter: give one, or give "
+                "each request of an engine a rule of its own."
             )
         if isinstance(rule, Loose):
             given_rule, given["rule"] = rule, repr(rule)

@@ -341,8 +341,8 @@ def load_pair(
     devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
     if devices.size == 1 and devices.devices.flat[0] != jax.local_devices()[0]:
         raise FlyJaxError(
-            "A mesh of one device was given that is not the first; models without a mesh lie on "
-            "the first: make the other one visible alone, as with CUDA_VISIBLE_DEVICES."
+            f"The mesh has one device, {devices.devices.flat[0]}, and a model on one lies on this "
+            "machine's first; make it the only visible one, as with CUDA_VISIBLE_DEVICES."
         )
     dtype = dtype or opened.default_dtype(devices.size)
     int8, stored_int8 = dtype == "int8", opened.target.source.int8
@@ -428,7 +428,8 @@ def checked_drafter(
     if models and models[-1].config.head is not None:
         *above, head = models
         kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
-        models = (*above, kind.on(for_backend(head), (target, *above)[-1]))
+        below = (target, *above)[-1]  # whose tables it may share, and then lies as they do
+        models = (*above, kind.on(for_backend(head) if below.is_unstacked else head, below))
     return drafter_of(models, static)
 
 
@@ -494,7 +495,8 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
     kind: Callable[..., Drafter]
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
     for level in reversed(range(len(models))):
-        model, kind = for_backend(models[level]), DraftModel
+        model, kind = models[level], DraftModel
+        model = for_backend(model) if model.config.head is None else model
         config, lags, rests = model.config, level > 0, level == 0 and 0 in static.depths
         given: dict[str, Any] = {"lags": lags}
         if isinstance(config.head, Block):

@@ -359,7 +359,7 @@ class Engine:
             self.cancel(one)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[RequestState, Settled]]:
-        """Decodes requests, yielding what settles; `RequestState.generation` has the whole."""
+        """Decodes requests, yielding what settles; leaving the loop cancels what is not done."""
         handed_in = self.submit_all(requests)
         try:
             while not self.is_idle:
@@ -372,7 +372,7 @@ class Engine:
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program; `on_progress` gets the numbers done and in all, after each.
 
-        FlyJaxError while requests wait or are being decoded.
+        FlyJaxError for one that is to be compiled while requests wait or are being decoded.
         """
         drawn = {self.spec.sampling is not None} if self._offline else {False, True}
         chunks, steps = self._prefill.plan.all(), self._buckets.steps
@@ -382,7 +382,7 @@ class Engine:
         """Compiles the programs that these requests need and no request before them has needed.
 
         A request that shares less with the slots than with any other prompt may still compile.
-        FlyJaxError while requests wait or are being decoded, or for one that `submit` refuses.
+        FlyJaxError as `warm_up`, or for a request that `submit` refuses.
         """
         if not (prompts := [self._checked(one).request.prompt for one in requests]):
             return
@@ -395,7 +395,8 @@ class Engine:
         """Gives the caches back; raises FlyJaxError while requests wait or are being decoded."""
         self._check_idle("give its caches back")
         self.slots.forget()
-        jax.block_until_ready(self._state)  # a round that nobody reads may still run
+        if self._state is not None and not self._state.length.is_deleted():
+            jax.block_until_ready(self._state)  # a round that nobody reads may still run
         follows = self.costs is not None and not self.spec.static.deferred_window
         if follows and self._state is not None:
             self._stats = self._state.stats

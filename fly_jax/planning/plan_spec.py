@@ -158,8 +158,7 @@ class PlanSpec:
     def drafts_by_data(self) -> bool:
         """Tells whether data decides which passes run: the program names all that may."""
         static, draft = self.rounds.static, self.draft
-        at_once = draft.pard_token is not None or isinstance(draft.head, Block)
-        waits = static.lookup is not None and not at_once
+        waits = static.lookup is not None and not isinstance(draft.head, Block)
         return bool(self.below or waits or static.depths or static.draft_confidence)
 
     @property

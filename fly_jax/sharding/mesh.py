@@ -178,7 +178,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(path))
         # Once for each command: JAX's own limit looks at every file before each program that it
         # keeps (a tenth of a second a program where a thousand lie there).
-        forget_oldest(kept, _MOST_BYTES, "jax-*/*")
+        forget_oldest(kept, _MOST_BYTES, f"jax-*-{'[0-9a-f]' * 12}/*")
     if _LEAST_SECONDS_OF_JAX not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -66,7 +66,8 @@ def read_documents(file: Path) -> Iterator[tuple[int, Document]]:
         return
     text = file.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
-    os.truncate(file, len(whole))
+    if len(whole) < len(text):
+        os.truncate(file, len(whole))
     for line in whole.splitlines():
         record = json.loads(line)
         yield record["index"], Document(record["prompt"], record["answer"])
@@ -100,7 +101,8 @@ def expected(
             texts = [np.array([*one.prompt, *one.answer], np.int32) for one in some]
             digest = zlib.crc32(b"".join(text.tobytes() for text in texts))
             file = folder / f"part_{digest:08x}_{length}.npy"
-            if not file.exists():
+            size = sum(min(len(text), length) for text in texts)
+            if not file.exists() or len(np.load(file, mmap_mode="r")) != size:
                 made = file.with_suffix(".partial.npy")  # no part is ever half there
                 np.save(made, _read_along(teacher, texts, length, tuple(layers)))
                 made.replace(file)

@@ -167,6 +167,8 @@ def _answer() -> None:
 
 def _of_shard(pair: Pair, shard: int) -> dict[int, Expected]:
     """The teacher's expectations by the prompt's number."""
+    if not _file(shard).exists():
+        raise FileNotFoundError(f"{_file(shard)} is not there: --part answers makes it")
     documents = dict(read_documents(_file(shard)))  # in the file's order, which grows at its end
     heard = expectations.expected(
         pair.target.stacked(),  # compiles faster

@@ -1,7 +1,6 @@
 """Drafts by their files: the target's own matrices, rounded or of some tokens; PARD; padding."""
 
 import dataclasses
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from tiny_pair import CONFIG, VOCAB_SIZE, write_tokenizer
 from fly_jax import Generation, Pair, Why, generate, load_pair
 from fly_jax.decoding.pair import open_pair
 from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_of
-from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
+from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.integers import signed
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF_DRAFTS, self_draft
+from fly_jax.models.tokenizer import load_tokenizer
 
 FAMILIES = {"int8": "llama3", "int4": "qwen2"}
 
@@ -243,18 +243,16 @@ def test_rows_that_cannot_be(root: Path, tmp_path: Path) -> None:
         assert_refused(words, load_pair, root / "target", folder)
 
 
-def test_the_drafter_that_is_here() -> None:
-    """It loads, is small, and has an idea of what its target answers."""
+def test_the_head_that_is_here() -> None:
+    """It loads, is small, and knows the tokens of what its target answers."""
     folder = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
-    opened, model = open_checkpoint(folder), load_llama(folder)
-    assert sum(one.size for one in jax.tree.leaves(model.parameters())) < 12_000_000
-    assert model.config.draft_vocab_size is not None
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = opened.tokenizer.apply_chat_template(question)
-    answer = opened.tokenizer.encode("The capital of France is Paris.")
-    told = jax.nn.log_softmax(pairs.logits_after(model, [*prompt, *answer])[len(prompt) - 1 : -1])
-    loss = -np.mean(told[np.arange(len(answer)), np.asarray(answer)])
-    assert loss < math.log(model.config.draft_vocab_size) / 2
+    head, ids = load_llama(folder), load_tokenizer(folder).encode("The capital of France is Paris.")
+    assert head.config.head.layers == (2, 15, 29)
+    values = head.parameters()
+    assert sum(values[name].size for name in {*values} - {"unembedding", "token_rows"}) < 5_200_000
+    rows = np.asarray(values["token_rows"])[ids]
+    assert len({*rows}) == len({*ids})
+    assert rows.max() < head.config.unknown_row == values["unembedding"].shape[1]
 
 
 @pytest.mark.parametrize("where", PLACES, ids=str)

@@ -50,6 +50,7 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
     [
         *((name, LARGE, SMALL, "v5e 8x8") for name in ("exact", "sampled", "auto")),
         ("exact", LARGE, "pard-llama-3.2-1b", "v5e 8x8"),
+        ("lookup", SMALL, "pard-llama-3.2-1b", "v5e 2x2"),  # which rests where that drafts
         ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "v5e 2x2"),
         ("head below", LARGE, f"{SMALL} eagle3-{SMALL}", "v5e 8x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.

@@ -364,15 +364,17 @@ def check_patterns(patterns: Iterable[str]) -> None:
 
 def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords in which a given `Sampling` or `Lookup` is replaced by its values."""
-    found: dict[str, Any] = {}
+    kinds, found = {"sampling": Sampling, "lookup": Lookup}, dict[str, Any]()
     for name, value in given.items():
-        if name in ("sampling", "lookup") and isinstance(value, Sampling | Lookup | None):
-            own = {} if value is None else values_of(value)
-            if twice := own.keys() & given:
-                raise FlyJaxError(f"{min(twice)} was given twice, once in {name}; leave one out.")
-            found |= own
-        else:
+        if (kind := kinds.get(name)) is None or not isinstance(value, kind | None):
             found[name] = value
+        elif value is None:
+            known = decoding_parameters()
+            found = {one.name: known[one.name].default for one in parameters_of(kind)} | found
+        elif twice := (own := values_of(value)).keys() & given:
+            raise FlyJaxError(f"{min(twice)} was given twice, once in {name}; leave one out.")
+        else:
+            found |= own
     return found
 
 

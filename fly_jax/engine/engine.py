@@ -337,9 +337,11 @@ class Engine:
         if follows:
             is_there = False
             try:
+                output = self._pending[0].output
+                is_late = output.count.is_ready()  # type: ignore[attr-defined]
                 for seated in self._pending[0].seated:
-                    self._note_prefill(seated)
-                output, is_there = jax.device_get(self._pending[0].output), True
+                    self._note_prefill(seated, is_late=is_late)
+                output, is_there = jax.device_get(output), True
                 found = self._read(self._pending.popleft(), output)
             except BaseException as error:
                 if is_there or not isinstance(error, KeyboardInterrupt):
@@ -675,14 +677,14 @@ class Engine:
                 found.append((request_state, shown))
         return found
 
-    def _note_prefill(self, seated: Seated) -> None:
-        """Waits until prompts have been run, which the rounds behind them wait for as well."""
+    def _note_prefill(self, seated: Seated, *, is_late: bool) -> None:
+        """Waits until prompts have been run; if it `is_late`, nobody knows when that was."""
         jax.block_until_ready(seated.is_there)
         now = time.perf_counter()
         self.prefill_seconds += now - max(seated.dispatched, self._last_read)
         self._last_read = now
         for request_state in seated.requests:
-            request_state.prefilled = now
+            request_state.prefilled = seated.dispatched if is_late else now
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         for slot, to in moves:

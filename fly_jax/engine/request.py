@@ -50,7 +50,7 @@ class Generation:
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
       seconds: from the end of its prefill to the arrival of its last token; prefill of other
-        prompts meanwhile counts.
+        prompts meanwhile counts, and its own if the first round was there as soon.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundStatic.audits`.
       logprobs: of each token, if they are asked for.

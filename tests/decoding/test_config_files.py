@@ -226,6 +226,8 @@ def test_rules_that_are_objects_and_numbers_of_numpy() -> None:
     assert_refused("which is not loosened", config.replace, rule=Rule())
     twice = {"temperature": 0.3, "sampling": Sampling(0.5)}
     assert_refused("temperature was given twice", config.replace, rule="sampled", **twice)
+    drawn = DecodingConfig(rule="sampled", sampling=Sampling(0.7, top_k=5), lookup=Lookup(4))
+    assert drawn.replace(rule="exact", sampling=None, lookup=None) == DecodingConfig(rule="exact")
     assert config.replace(num_speculative_tokens=np.int64(4)).num_speculative_tokens == 4
     assert_refused("no support of a distribution", Exact, Budget(Margin(), 1.0))
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -284,6 +285,18 @@ def interrupted(does: Callable[..., Any], calls: Iterator[int], *at: int) -> Cal
         return does(*given, **named)
 
     return function
+
+
+def test_a_round_that_is_there_with_its_prompt_takes_more_than_no_time() -> None:
+    kind = KINDS["rules and sampling"]
+    engine = engine_for(kind)
+    state = engine.submit(replace(requests(kind, 1, seed=2)[0], max_new_tokens=1))
+    engine.step()
+    jax.block_until_ready(engine._pending[0].output)
+    time.sleep(0.2)
+    while not engine.is_idle:
+        engine.step()
+    assert state.generation.seconds > 0.1
 
 
 def test_ctrl_c_while_rounds_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

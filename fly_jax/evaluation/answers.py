@@ -41,7 +41,7 @@ class Answers:
         """Reads the complete lines; FlyJaxError for a file of another setting."""
         self.path = path
         self.records: dict[Key, dict[str, Any]] = {}
-        first = json.dumps({"fly_jax_answers": 2, **setting})
+        first = json.dumps({"fly_jax_answers": 3, **setting})
         whole, end, cut = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
         self.dropped = bool(cut)
         lines = whole.split(b"\n") if end else []
@@ -70,13 +70,13 @@ class Answers:
                 file.truncate(len(whole + end))
                 file.write(b"" if end else first.encode() + b"\n")
 
-    def check_prompts(self, prompts: Mapping[tuple[str, str], str]) -> None:
-        """Raises FlyJaxError for an answer to another prompt than an item now has."""
+    def check_items(self, prompts: Mapping[tuple[str, str], str]) -> None:
+        """Raises FlyJaxError for an answer to an item that is another one now."""
         for (task, item, _), record in self.records.items():
             if prompts.get((task, item), record["prompt"]) != record["prompt"]:
                 raise FlyJaxError(
-                    f"{self.path} has an answer to another prompt of {task} {item}; give the data "
-                    "that it was made with, or another --output."
+                    f"{self.path} has an answer to {task} {item} as other data have it; give the "
+                    "data that it was made with, or another --output."
                 )
 
     def add(self, record: dict[str, Any]) -> None:
@@ -134,16 +134,17 @@ def _key(item: Item, decoding: str) -> Key:
     return item.task, item.name, decoding
 
 
-def prompt_digest(prompt: Sequence[int]) -> str:
-    """A digest that tells prompts apart."""
-    return hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]
+def item_digest(item: Item, prompt: Sequence[int]) -> str:
+    """A digest that tells apart what is asked, and what an answer is judged by."""
+    whole = json.dumps([*prompt, item.record], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -> dict[str, Any]:
     one = state.generation
     return {
         "task": item.task, "item": item.name, "decoding": decoding,
-        "prompt": prompt_digest(one.prompt_token_ids), "pieces": pieces,
+        "prompt": item_digest(item, one.prompt_token_ids), "pieces": pieces,
         "why": "".join(why.letter for why in one.why),
         "regret": [round(of.regret or 0, 4) for of in one.reports if of.why is Why.RESCUED],
         "token_ids": one.token_ids, "num_rounds": one.num_rounds,

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     requests = _requests(values, items, models)
 
-    from fly_jax.evaluation.answers import Answers, answer_items, figures, prompt_digest, table
+    from fly_jax.evaluation.answers import Answers, answer_items, figures, item_digest, table
     from fly_jax.evaluation.machine import describe
 
     folder = Path(values.output or "")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
     if answers.dropped:
         say(f"The last line of {answers.path} was only half there, and is made again.")
     asked = zip(items, requests, strict=True)
-    answers.check_prompts({(one.task, one.name): prompt_digest(r.prompt) for one, r in asked})
+    answers.check_items({(one.task, one.name): item_digest(one, r.prompt) for one, r in asked})
     if any((one.task, one.name, name) not in answers.records for one in items for name in configs):
         length = max(len(one.prompt) + one.max_new_tokens for one in requests)
         rows = min(values.batch_size, len(items))

@@ -100,8 +100,9 @@ def test_goes_on(models: list[str], data: Path, ran: Ran, refused: Refused) -> N
     (data / "answers.jsonl").write_text("mine")
     refused(*given[:-1], *TWO, f"--output={data}", words=["answers.jsonl, line 1", "no answer"])
     assert (data / "answers.jsonl").read_text() == "mine"
-    (data / "test.jsonl").write_text(json.dumps(GSM8K | {"question": "And 2 + 2?"}))
-    refused(*given, "--tasks=gsm8k", words=["another prompt", "gsm8k 1"])
+    for other in ({"question": "And 2 + 2?"}, {"answer": "No. #### 5"}):
+        (data / "test.jsonl").write_text(json.dumps(GSM8K | other))
+        refused(*given, "--tasks=gsm8k", words=["gsm8k 1", "other data"])
 
 
 def test_a_rule_beside_its_truncation_and_the_draft(

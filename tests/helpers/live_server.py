@@ -148,7 +148,7 @@ def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it has not come to that in half a minute")
 
 
-def started(service: Service) -> tuple[str, Any, asyncio.Event, Future[None]]:
+def started(service: Service, say: Any = None) -> tuple[str, Any, asyncio.Event, Future[None]]:
     """Serves in a thread: its address, its loop, what stops it, and its end."""
     begun, ended = Future[tuple[str, Any, asyncio.Event]](), Future[None]()
 
@@ -156,7 +156,7 @@ def started(service: Service) -> tuple[str, Any, asyncio.Event, Future[None]]:
         stop, nothing = asyncio.Event(), Mock()
         with bound("127.0.0.1", 0) as listening:
             begun.set_result((address(listening), asyncio.get_running_loop(), stop))
-            given: Any = {"grace_period": 5, "say": nothing, "on_progress": nothing}
+            given: Any = {"grace_period": 5, "say": say or nothing, "on_progress": nothing}
             await serve(service, listening, stop=stop, **given)
 
     def thread() -> None:

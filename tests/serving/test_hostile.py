@@ -251,6 +251,18 @@ def test_a_failure_ends_the_server(monkeypatch: Patch, fails: str) -> None:
         ended.result(30)
 
 
+def test_who_stops_it_while_it_compiles_is_told_so(monkeypatch: Patch) -> None:
+    fresh, gate, said = stuck_service(), threading.Event(), list[str]()
+    monkeypatch.setattr(Stuck, "warm_up", lambda *_: gate.wait(30))
+    _, loop, stop, ended = started(fresh, said.append)
+    loop.call_soon_threadsafe(stop.set)
+    until(lambda: bool(said))
+    gate.set()
+    ended.result(30)
+    (line,) = said
+    assert "a second signal stops at once" in line
+
+
 def test_small_pieces_are_sent_at_once(monkeypatch: Patch) -> None:
     """Else a reply of two, and a token after another, waits 40 ms for the client's TCP."""
     found, take = list[int](), Connection.connection_made

@@ -95,6 +95,12 @@ async def serve(
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())
+
+    def heard(_: object) -> None:
+        if service.state == "starting":
+            say("Stopping once a program that compiles is there; a second signal stops at once.")
+
+    stopping.add_done_callback(heard)
     try:
         if not await _is_warm(service, stop, on_progress):
             return

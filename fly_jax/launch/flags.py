@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from fly_jax.decoding.pair import Dtype
 
 _WIDTH = 96
+_NO_NUMBER = {
+    "invalid literal for int": "no whole number", "could not convert string to float": "no number"
+}  # fmt: skip
 DTYPES = ("float32", "bfloat16", "int8")
 _Class = TypeVar("_Class")
 _Values = TypeVar("_Values")
@@ -149,6 +153,8 @@ class Flags(Generic[_Values]):
             raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
         except flags.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
+            for python, words in _NO_NUMBER.items():
+                reason = re.sub(f": {python}.*", f" is {words}", reason)
             raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {self._advice}.") from error
 
     def help(self) -> str:

@@ -148,10 +148,12 @@ class AsyncEngine:
         def stop() -> None:
             state = getattr(stream, "state", None)
             if state is not None and self._streams.pop(state, None) is not None:
-                self.engine.cancel(state)
                 stream.arrive(None)
+                self.engine.cancel(state)
 
-        self._do(stop)
+        with self._lock:
+            if self._thread is not None and self._refusal in (None, _DRAINED):
+                self._commands.put(stop)  # if it fails, the engine has
 
     async def drain(self) -> None:
         """Refuses further requests, and waits until the open ones are done."""
@@ -207,7 +209,8 @@ class AsyncEngine:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command()
+                with contextlib.suppress(Exception):
+                    command()
         self._tell_idle()
         for state, stream in self._streams.items():
             stream.arrive(self._refused())

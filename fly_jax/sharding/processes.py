@@ -27,7 +27,7 @@ Json = Any
 HEARTBEAT_SECONDS = 30
 # Seconds that a process that is done, or has failed, waits for the others.
 _SHUTDOWN_SECONDS = 10
-_SLICE_MS = 1000
+_SLICE_MS, _LONGEST_SLICE_MS = 1000, 60_000
 _BLOCK = 1024
 
 _turns = itertools.count()
@@ -149,12 +149,14 @@ def broadcast(value: Json) -> Json:
 
 def _await(key: str) -> Json:
     """Waits for a value that another process sets; if that one is lost, JAX stops this one too."""
+    slice_ms = _SLICE_MS
     while True:
         try:  # in slices, between which Ctrl-C is heard
-            return json.loads(_client().blocking_key_value_get(key, _SLICE_MS))
+            return json.loads(_client().blocking_key_value_get(key, slice_ms))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+            slice_ms = min(2 * slice_ms, _LONGEST_SLICE_MS)  # JAX keeps something of each
 
 
 @contextlib.contextmanager

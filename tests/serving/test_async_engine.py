@@ -154,13 +154,19 @@ async def test_who_reads_too_slowly_is_stopped(running: AsyncEngine) -> None:
     assert 0 < len(stream.state.generation.token_ids) < 90
 
 
-def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["step", "cancel"])
+def test_a_failure_reaches_everyone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     fail = Mock(side_effect=RuntimeError("the chip is gone"))
 
     async def run() -> None:
         async with AsyncEngine(engine) as running:
             streams = [await running.submit(Request([index], 90)) for index in (1, 2)]
-            monkeypatch.setattr(engine, "step", fail)
+            monkeypatch.setattr(engine, fails, fail)
+            if fails == "cancel":
+                running.cancel(streams[0])
+                assert await tokens_of(streams.pop(0)) is not None
             for one in streams:
                 await refused(r"has failed.*the chip is gone", tokens_of(one))
             await refused("the chip is gone", running.submit(Request([3])))

@@ -138,6 +138,8 @@ def test_a_server_that_draws_offers_its_rules_all_the_same() -> None:
     drawn = {"temperature": 0.7, "top_p": 0.9, "num_speculative_tokens": 15}
     builder = RequestBuilder.of(default_config(is_embedded=False).replace(rule="fly", **drawn))
     assert (builder.rules, len(builder.kinds)) == (("fly", "margin"), 4)
+    lossy = builder.config.replace(rule="lossy", lossy_threshold=0.6)
+    assert RequestBuilder.of(lossy).rules == ("lossy", "fly", "margin")
     for name, value in (("entropy_top_k", 5), ("window", "reference")):
         asked = CompletionRequest(prompt=[1], fly={"rule": "fly", name: value})
         with pytest.raises(ApiError, match=f"fly.{name} is .* programs were compiled for"):

@@ -45,7 +45,7 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
             *("chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
             *("echo", "return_tokens_as_token_ids", "logits_processors"),
             *("use_beam_search", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
-            *("custom_logit_processor", "top_n_sigma", "continuous_usage_stats"),
+            *("custom_logit_processor", "top_n_sigma"),
         ),
         _NOTHING,
     ),

@@ -21,6 +21,7 @@ _COMPILED = {"entropy", "entropy_top_k", "window"}
 # Logits divided by less than this overflow, so that only the largest could be drawn.
 _GREEDY_BELOW = 1e-4
 _GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+_LIKE = _GREEDY | {"lossy_threshold": 0.5}  # of rules whose numbers do not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RequestBuilder:
         # Lossless rules can always be asked for.
         for rule in (one for one in dict.fromkeys((*own, *given)) if one not in LOSSLESS_RULES):
             try:
-                config.replace(rule=rule, **_GREEDY).to_rule()
+                config.replace(rule=rule, **_LIKE).to_rule()
             except FlyJaxError:
                 if rules is None and rule in _USUAL_RULES and rule not in own:
                     continue
@@ -67,14 +68,14 @@ class RequestBuilder:
     def for_engine(self) -> DecodingConfig:
         """The config that the engine is made with: it leaves drawing to requests."""
         rule = "exact" if self.config.rule == "sampled" else self.config.rule
-        return self.config.replace(rule=rule, **_GREEDY)
+        return self.config.replace(rule=rule, **_LIKE)
 
     @property
     def kinds(self) -> list[Rule]:
         """A rule of each kind, each with and without a risk budget."""
         found: list[Rule] = []
         for expression in self.rules:
-            rule = self.config.replace(rule=expression, **_GREEDY).to_rule()
+            rule = self.config.replace(rule=expression, **_LIKE).to_rule()
             found.append(rule)
             if isinstance(rule, Loose) and not isinstance(rule, Budget):
                 found.append(Budget(rule, total=1.0))

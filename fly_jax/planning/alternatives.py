@@ -172,8 +172,8 @@ def _pass(
     width = min(draft_passes([config], spec.num_speculative_tokens)[0])
     work = pass_work(layout, config, workload, width, vector_memory=chip.vector_memory)
     sent = model_exchanges(layout, config, workload, width)
-    seconds = roofline_seconds(work, sent, chip, sizes)
+    seconds = roofline_seconds([work], sent, chip, sizes)
     held = resident_bytes(layout, config, workload)
-    alone = roofline_seconds(work, [], chip, sizes)
+    alone = roofline_seconds([work], [], chip, sizes)
     name = "bfloat16" if matrices is None else matrices.dtype.name
     return DraftPass(rules, name, seconds, seconds - alone, held, held <= left)

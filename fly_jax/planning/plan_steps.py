@@ -121,9 +121,9 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
     for name, (held, temporary) in _counted_memory(spec, layouts).items():
-        work, sent = _counted(spec, layouts, name)
-        seconds = _seconds(spec, work, sent)
-        yield Step(name, held + temporary, held, temporary, tuple(sent), work, seconds)
+        works, sent = _counted(spec, layouts, name)
+        seconds = _seconds(spec, works, sent)
+        yield Step(name, held + temporary, held, temporary, tuple(sent), _whole(works), seconds)
 
 
 class _Pass(NamedTuple):
@@ -157,17 +157,21 @@ def _passes(spec: PlanSpec, layouts: Layouts) -> dict[str, list[_Pass]]:
     }
 
 
-def _counted(spec: PlanSpec, layouts: Layouts, name: str) -> tuple[Work, list[Exchange]]:
-    """The work and the exchanges of a step."""
+def _counted(spec: PlanSpec, layouts: Layouts, name: str) -> tuple[list[Work], list[Exchange]]:
+    """The work of each pass of a step, and its exchanges."""
     groups = _group_bytes(spec, layouts).items() if name == "insert" else ()
     # Rows' caches are read, and written where the slots are.
     copied = 2.0 * sum(num_bytes * times for num_bytes, times in groups)
-    work, sent = Work(0.0, copied), list[Exchange]()
+    works, sent = [Work(0.0, copied)], list[Exchange]()
     given: dict[str, Any] = {"logits": name != "prefill", "vector_memory": spec.chip.vector_memory}
     for model, tokens, times in _passes(spec, layouts)[name]:
-        work += pass_work(*model, tokens, **given) * times
+        works.append(pass_work(*model, tokens, **given) * times)
         sent += _times(model_exchanges(*model, tokens, logits=given["logits"]), times)
-    return work, sent
+    return works, sent
+
+
+def _whole(works: Iterable[Work]) -> Work:
+    return sum(works, Work(0.0, 0.0))
 
 
 def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
@@ -232,8 +236,8 @@ def _of_rows(model: _Model, chunk: Chunk) -> _Model:
     return layout, config, of_chunk
 
 
-def _seconds(spec: PlanSpec, work: Work, sent: Iterable[Exchange]) -> float:
-    return roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes))
+def _seconds(spec: PlanSpec, works: Iterable[Work], sent: Iterable[Exchange]) -> float:
+    return roofline_seconds(works, sent, spec.chip, dict(spec.mesh.axes))
 
 
 def _times(found: Iterable[Exchange], times: float) -> list[Exchange]:
@@ -266,7 +270,7 @@ def _compiled(
         for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
     }
     # A loop that data ends makes a pass for every draft token at the most.
-    most, (work, counted) = spec.num_speculative_tokens, _counted(spec, layouts, name)
+    most, (works, counted) = spec.num_speculative_tokens, _counted(spec, layouts, name)
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()
@@ -275,8 +279,8 @@ def _compiled(
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
             raise
         peak = int(float(needed[1]) * _UNITS[needed[2]]) + beside
-        took, seconds = time.perf_counter() - start, _seconds(spec, work, counted)
-        return Step(name, peak, 0, 0, tuple(counted), work, seconds, compile_seconds=took)
+        took, seconds = time.perf_counter() - start, _seconds(spec, works, counted)
+        return Step(name, peak, 0, 0, tuple(counted), _whole(works), seconds, compile_seconds=took)
     took = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
@@ -288,7 +292,7 @@ def _compiled(
     return Step(
         name=name, peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,
         argument_bytes=arguments + beside, temporary_bytes=int(memory.temp_size_in_bytes),
-        exchanges=sent, work=work, seconds=_seconds(spec, work, sent),
+        exchanges=sent, work=_whole(works), seconds=_seconds(spec, works, sent),
         copies=tuple(copies(hlo, large, unknown_trips=most)), hlo=hlo, compile_seconds=took,
     )  # fmt: skip
 

@@ -145,10 +145,10 @@ def model_exchanges(
 
 
 def roofline_seconds(
-    work: Work, found: Iterable[Exchange], chip: Chip, sizes: dict[str, int]
+    works: Iterable[Work], found: Iterable[Exchange], chip: Chip, sizes: dict[str, int]
 ) -> float:
-    """The longer of arithmetic and memory traffic, and then the network, which nothing hides."""
-    busy = max(work.flops / chip.flops, work.num_bytes / chip.memory_bandwidth)
+    """The longer of arithmetic and memory of each pass, and the network, which nothing hides."""
+    busy = sum(max(one.flops / chip.flops, one.num_bytes / chip.memory_bandwidth) for one in works)
     return busy + sum(
         one.count * chip.exchange_seconds(one.kind, one.num_bytes, *group_axes(one, sizes))
         for one in found
@@ -195,7 +195,8 @@ class StepTimes:
         """Seconds of a round with so many draft tokens, where `verify` is of `reference`."""
         more = 0 if reference is None else num_speculative_tokens - reference
         passes = 1 if self.drafts_at_once else num_speculative_tokens
-        return passes * self.draft_pass + self.verify + more * self.verify_token
+        least = min(self.verify, self.autoregressive)  # whatever arithmetic is saved
+        return passes * self.draft_pass + max(self.verify + more * self.verify_token, least)
 
 
 def mean_accepted(acceptance: float, num_speculative_tokens: int) -> float:

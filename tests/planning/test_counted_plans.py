@@ -265,6 +265,9 @@ def test_a_draft_is_k_passes_and_a_level_below_shortens_those_above_it() -> None
     below_both = passes([CONFIG, CONFIG, PARD], 25, 3, 2.0)
     assert below_both == ({2: 1, 4: 12}, {4: 12 + 12}, {6: 12})
     assert_refused("has 0 numbers", planned, below=(TINY,), level_accepted_tokens=2.0)
+    plan = planned(rows=64, int8=True)  # arithmetic bounds one pass, and memory the other
+    parts = plan.step("draft").seconds + plan.step("verify").seconds
+    assert plan.step("round").seconds == pytest.approx(parts)
 
 
 def test_a_head_holds_features_beside_its_cache() -> None:
@@ -276,7 +279,7 @@ def test_a_head_holds_features_beside_its_cache() -> None:
 
 def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:
     def seconds(work: Work, *sent: Exchange, size: int = 16) -> float:
-        return roofline_seconds(work, sent, V5E, {"x": size, "y": size})
+        return roofline_seconds([work], sent, V5E, {"x": size, "y": size})
 
     reads = Work(flops=1.0, num_bytes=819e9)
     assert seconds(reads) == pytest.approx(1.0)
@@ -360,6 +363,8 @@ def test_best_k_is_the_best_of_all_and_a_free_draft_gives_a_block_for_a_pass() -
     assert speed_up == pytest.approx(max(speeds))
     free = roofline.StepTimes(draft_pass=0.0, verify=2.0, autoregressive=2.0)
     assert free.speed_up(9, 10.0) == pytest.approx(10.0)
+    wide = roofline.StepTimes(draft_pass=0.0, verify=1.1, autoregressive=1.0, verify_token=0.1)
+    assert wide.round(1, 8) == pytest.approx(1.0)  # whatever arithmetic is saved
 
 
 @pytest.mark.parametrize("draft", ["dflash-qwen-3-8b", "dspark-qwen-3-8b"])

@@ -250,7 +250,8 @@ def compare_paired(base: Verdicts, other: Verdicts, margin: float) -> dict[str, 
     if abs(score) * math.sqrt(number) >= _Z:
         verdict = "not worse" if score > 0 else "worse"
     half = (gained + lost) / number / 2
-    needed = math.ceil(((_Z + _Z_POWER) / _tango(half, half, limit)) ** 2)
+    spread = _Z * limit / _tango(half, half, limit) + _Z_POWER * math.sqrt(2 * half)
+    needed = math.ceil((spread / limit) ** 2)
     if needed <= number:  # a difference of just the margin decides nothing
         needed = math.ceil((_Z / score) ** 2) if score else 0
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -113,7 +114,7 @@ class Load:
             if name == "itl":
                 values = [gap for gaps in values for gap in gaps]
             if values := sorted(value for value in values if value is not None):
-                at = min(len(values) - 1, int(0.99 * len(values)))
+                at = math.ceil(0.99 * len(values)) - 1
                 found[f"mean_{name}_ms"] = 1e3 * statistics.fmean(values)
                 found[f"median_{name}_ms"] = 1e3 * statistics.median(values)
                 found[f"p99_{name}_ms"] = 1e3 * values[at]

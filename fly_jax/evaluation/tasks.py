@@ -97,7 +97,10 @@ def follows_all(record: Record, text: str) -> bool:
     random.seed(record["key"])  # instructions without a number draw theirs
     names = ("key", "instruction_id_list", "prompt", "kwargs")
     given = checkers.InputExample(**{name: record[name] for name in names})
-    judged = checkers.test_instruction_following_strict(given, text)
+    try:
+        judged = checkers.test_instruction_following_strict(given, text)
+    except RecursionError:  # brackets in brackets without end are no JSON
+        return False
     return bool(judged.follow_all_instructions)
 
 

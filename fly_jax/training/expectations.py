@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -94,7 +95,8 @@ def expected(
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Expected] = []
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # every part stays open
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    with contextlib.suppress(ValueError):  # macOS, which says that there is no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with tqdm(total=len(documents), desc="Reading along", unit="document") as bar:
         for start in range(0, len(documents), _PART_DOCUMENTS):
             some = documents[start : start + _PART_DOCUMENTS]

@@ -4,6 +4,7 @@ Judging recorded rounds gives what decoding gave; and which mismatches each stri
 """
 
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
@@ -154,9 +155,9 @@ def test_mcnemar_and_tango() -> None:
 
 def test_items_to_decide() -> None:
     found = compare_paired(*_verdicts(96, 2, 2, 0), 1.0)
-    # (1.96 + 0.84)^2 times the variance over the margin squared. The variance is 4 in 100, and 0.2
-    # more for shares that fit a loss of the margin.
-    assert found["items_to_decide"] == pytest.approx(7.849 * 0.04217 / 0.01**2, rel=1e-3)
+    # The deviation if they are equally good, and the one of shares that fit a loss of the margin.
+    deviations = 0.8416 * math.sqrt(0.04) + 1.96 * math.sqrt(0.04217)
+    assert found["items_to_decide"] == pytest.approx((deviations / 0.01) ** 2, rel=1e-3)
     many = compare_paired(*_verdicts(9600, 240, 170, 0), 1.0)
     assert many["verdict"] == "undecided"
     assert many["items_to_decide"] > 10_000

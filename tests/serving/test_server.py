@@ -94,7 +94,8 @@ def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:
     reply = live.chat(messages, max_tokens=10)
     said = reply.choices[0].message
     assert (said.role, said.content) == ("assistant", text)
-    given = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "extra_body": {"fly": {"stream_why": True}}}
+    usage = {"include_usage": True, "continuous_usage_stats": True}  # as guidellm asks for it
+    given = {"stream_options": usage, "extra_body": {"fly": {"stream_why": True}}}
     *pieces, last = live.chat(messages, max_completion_tokens=10, stream=True, **given)
     nothing = [None] * (len(pieces) - 1)
     assert "".join(one.choices[0].delta.content or "" for one in pieces) == text

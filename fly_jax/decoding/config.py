@@ -322,10 +322,8 @@ class DecodingConfig:
             return *first, given
         if not self.is_loosened:
             return *first, *_fitting(given.replace(rule="fly"))
-        parts = (Lookup, Sampling)
-        kept = {one.name for part in parts for one in parameters_of(part)} | {
-            "num_speculative_tokens", "level_speculative_tokens", "level_margin",
-            "draft_confidence", "entropy_threshold", "window_size",
+        kept = {one.name for part in (Lookup, Sampling, Fly) for one in parameters_of(part)} | {
+            "num_speculative_tokens", "level_speculative_tokens", "level_margin", "draft_confidence"
         }  # fmt: skip
         values = {name: value for name, value in given.to_dict().items() if name in kept}
         return *first, *_fitting(DecodingConfig(**values)), given

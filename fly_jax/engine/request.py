@@ -46,7 +46,7 @@ class Generation:
       finish_reason: "stop" or "length"; in an engine also "cancelled".
       kept: of each pass over a draft, the draft tokens that settled with it as accepted ones.
       num_draft_tokens: draft tokens that the target saw.
-      num_accepted_tokens: those it kept, rescued ones included.
+      num_accepted_tokens: those it kept, rescued ones and any behind a stop string included.
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
       seconds: from the end of its prefill to the arrival of its last token; prefill of other

@@ -56,7 +56,7 @@ class Run:
 class Mismatch:
     """A draft token that was not the target's own; the events "rescue" and "refusal".
 
-    Probabilities are those of the target's plain softmax, whatever the temperature.
+    Probabilities are those of the target's plain softmax (with `truncate`, of what that leaves).
 
     Attributes:
       position: index in the continuation's tokens, from 0, as `prompt` is of the prompts.

@@ -79,8 +79,14 @@ def _run(values: _BenchFlags) -> None:
     configs = decodings(values.decode, config, has_draft=values.has_draft)
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     inputs = open_inputs(values, longest)
-    for one in configs.values():
-        inputs.models.check_drafting(one)
+    asked = configs if values.decode else {_name(config): config}
+    for name, one in {**configs, **asked}.items():
+        try:
+            inputs.models.check_drafting(one)
+        except FlyJaxError:
+            if name in asked:
+                raise
+            del configs[name]  # whose K nobody asked for, and a head's block is shorter
     categories = [prompt.category for prompt in inputs.prompts]
     kept = broadcast(_first_of_each(categories, values.each))
     pair = load_models(values, inputs)

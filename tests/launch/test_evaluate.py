@@ -2,13 +2,17 @@
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from launch_types import Patch, Ran, Refused
 
 from fly_jax import Budget, DecodingConfig, Fly, FlyJaxError, Margin
+from fly_jax.decoding.config import check_patterns
+from fly_jax.decoding.pair import OpenPair
 from fly_jax.evaluation.tasks import TASKS, load_checkers, read_items
 from fly_jax.launch.bench import decodings
 
@@ -149,7 +153,9 @@ def test_data_of_another_format(
     refused(*given, "--tasks=ifeval", words=["fly_jax[eval]"])
 
 
-def test_decodings_side_by_side(models: list[str], tmp_path: Path, ran: Ran) -> None:
+def test_decodings_side_by_side(
+    models: list[str], tmp_path: Path, ran: Ran, monkeypatch: Patch
+) -> None:
     """Of questions as Spec-Bench has them; and a target alone."""
     path, picture = tmp_path / "question.jsonl", tmp_path / "speed.svg"
     rows = [("qa", ["Ada has 3 apples", "And then?"]), ("qa", ["Boris"]), ("math", ["Vera's 12"])]
@@ -162,7 +168,11 @@ def test_decodings_side_by_side(models: list[str], tmp_path: Path, ran: Ran) -> 
     heading, _, line = ran("bench", *models[::2], *given, "--turns=1").out.splitlines()
     assert line.startswith("autoregressive")
     assert "kept at" not in heading
-    assert "exact, K = 3" in ran("bench", *models[::2], "--draft=ngram", *given, "--turns=1").out
+    check = Mock(side_effect=lambda one: check_patterns("[" * (one.num_speculative_tokens > 4)))
+    monkeypatch.setattr(OpenPair, "check_drafting", check)  # as if a head drafted no more
+    few = ran("bench", *models[::2], "--draft=ngram", *given, "--turns=1").out
+    assert re.findall(r"\w+, K = \d+", few) == ["exact, K = 3", "exact, K = 2", "exact, K = 4"]
+    monkeypatch.undo()
     given += ["--decode=autoregressive", "--decode=exact:4", "--decode=fly:4", "--each=1"]
     given += [f"--picture={picture}", "--turns=2"]
     out, said = ran("bench", *models, *given, "--json")

@@ -188,12 +188,14 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     adds_bos, bos = settings.get("add_bos_token", True), special.get("bos_token")
     vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
-    listed, pad = settings.get("added_tokens_decoder"), special.get("pad_token")
-    for one in listed.values() if isinstance(listed, Mapping) else ():
-        added = str(one.get("content")) if isinstance(one, Mapping) else pad
-        if added != pad and added not in ids:  # padding is never fed
+    listed, older = settings.get("added_tokens_decoder"), folder / "added_tokens.json"
+    decoded = listed.values() if isinstance(listed, Mapping) else ()
+    names = [str(one.get("content")) for one in decoded if isinstance(one, Mapping)]
+    for added in (*names, *(read_json(older) if older.exists() else ())):
+        if added != special.get("pad_token") and added not in ids:  # padding is never fed
             raise FlyJaxError(
-                f"{path} adds the token '{added}', which the vocabulary beside it lacks; fly_jax "
+                f"{path if added in names else older} adds the token '{added}', which the "
+                "vocabulary beside it lacks; fly_jax "
                 "takes added tokens from tokenizer.json: write one with transformers' "
                 "AutoTokenizer.from_pretrained(…).save_pretrained(…)."
             )
@@ -421,18 +423,26 @@ class SentencePieceVocabulary:
             if model.is_control(index) or model.is_unknown(index) or model.is_unused(index)
         )
         self.controls = {self.names[index]: Control(index) for index in sorted(self.control_ids)}
-        self.added = tuple(name.replace(_SPACE, " ") for name in added)
+        named = tuple(added)
+        self.added = tuple(name.replace(_SPACE, " ") for name in named)
+        # The library puts a space in front of what follows one, and transformers behind it.
+        marks = (name for name in named if _SPACE not in name and name.strip())
+        self._marks = {name: Control(model.piece_to_id(name)) for name in marks}
         # Most models put a space in front of a text, and so strip one from its start.
-        spaced = [index for index, name in enumerate(self.names) if name.startswith(_SPACE)]
-        self._strips_space = bool(spaced) and not model.decode(spaced[:1]).startswith(" ")
+        self._strips_space = any(
+            model.decode([index]) != name.replace(_SPACE, " ")
+            for index, name in enumerate(self.names)
+            if name.startswith(_SPACE)
+        )
 
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
         """The tokens of a text."""
         ids = [self._bos] if adds_special and self._bos is not None else []
-        for index, part in enumerate(_split(text, self.controls if parse_controls else ())):
-            ids += [self.controls[part].id] if index % 2 else self._model.encode(part)
+        known = self._marks | (self.controls if parse_controls else {})
+        for index, part in enumerate(_split(text, known)):
+            ids += [known[part].id] if index % 2 else self._model.encode(part)
         return ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:

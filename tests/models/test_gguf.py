@@ -189,9 +189,29 @@ def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Si
         found = open_checkpoint(path).tokenizer
         assert found.encode("x<|user|>")[-1] == size - 1
         assert found.decode(found.encode("x<|user|>")) == "x<|user|>"
+        behind = found.encode("the", add_bos=False)
+        assert found.encode("<|user|>the") == [1, size - 1, *behind]
         for content in ("x", "x<|user|>", "<|user|><|user|>"):
             ids = found.apply_chat_template([{"role": "user", "content": content}])
             assert ids.count(size - 1) == 1
+
+
+def test_a_sentencepiece_file_that_names_no_begin_and_no_end(tmp_path: Path, sized: Sized) -> None:
+    """A mark of turns ends them whatever its kind; the first piece with a space may have two."""
+    size, whole = sentence_piece_writer(tmp_path)
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        whole(writer)
+        (fields,) = writer.kv_data
+        names, kinds = (fields[f"tokenizer.ggml.{one}"].value for one in ("tokens", "token_type"))
+        names[-1], kinds[-1] = "<|im_end|>", gguf.TokenType.USER_DEFINED
+        names[next(at for at, name in enumerate(names) if name[0] == "\u2581")] = "\u2581\u2581"
+        del fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]
+
+    found = open_checkpoint(sized(size, put)).tokenizer
+    assert found.eos_token_ids == (2, size - 1)
+    assert found.encode("the")[0] == 1
+    assert found.decode(found.encode("the fox")) == "the fox"
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -> None:

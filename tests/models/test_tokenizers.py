@@ -185,6 +185,8 @@ def test_an_added_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path) -> 
     assert load_tokenizer(adding("<pad>")).eos_token_ids == (2,)
     told = r"'<\|im_start\|>', which the vocabulary"
     assert_refused(told, load_tokenizer, adding("<|im_start|>"))
+    (adding("<pad>") / "added_tokens.json").write_text('{"<|im_start|>": 999}')
+    assert_refused(f"added_tokens.json adds the token {told}", load_tokenizer, tmp_path)
 
 
 def test_control_tokens_spelt_out_in_a_text_are_text(tokenizer: Tokenizer) -> None:

@@ -48,6 +48,7 @@ _llama_3_1 = functools.partial(
 )
 # Kinds of tokens, which both GGUF and SentencePiece number so.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 _END_NAMES = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 
 
@@ -121,7 +122,7 @@ def _config(file: GgufFile) -> LlamaConfig:
             # The file has float32, and people wrote 1e-05.
             "rms_norm_eps": float(f"{size('attention.layer_norm_rms_epsilon'):.6g}"),
             "tie_word_embeddings": "output.weight" not in file.tensors,
-            "bos_token_id": file.values.get("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": _special_id(file, "bos"),
             "eos_token_id": _ends(file),
         },
         str(file.path),
@@ -141,17 +142,18 @@ def _config(file: GgufFile) -> LlamaConfig:
     return scaled
 
 
+def _special_id(file: GgufFile, kind: str) -> int | None:
+    """A special token; SentencePiece's own where such a file names none, as in llama.cpp."""
+    is_sentencepiece = file.values.get("tokenizer.ggml.model") == "llama"
+    usual = _SENTENCEPIECE_IDS.get(kind) if is_sentencepiece else None
+    return file.values.get(f"tokenizer.ggml.{kind}_token_id", usual)
+
+
 def _ends(file: GgufFile) -> list[int]:
     """The tokens that end a text; files name one of each kind, others are known by text."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [file.values.get(f"tokenizer.ggml.{key}") for key in keys]
+    found = [_special_id(file, kind) for kind in ("eos", "eot", "eom")]
     names = file.values.get("tokenizer.ggml.tokens", ())
-    kinds = file.values.get("tokenizer.ggml.token_type", ())
-    found += [
-        index
-        for index, (name, kind) in enumerate(zip(names, kinds, strict=False))
-        if kind == _CONTROL and name in _END_NAMES
-    ]
+    found += [index for index, name in enumerate(names) if name in _END_NAMES]
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
@@ -342,7 +344,7 @@ def _begin(file: GgufFile) -> int | None:
     cut = _CUTS.get(file.values.get("tokenizer.ggml.pre", ""))
     usual = is_sentencepiece or (cut is not None and cut.begins)
     adds = file.values.get("tokenizer.ggml.add_bos_token", usual)
-    return file.values.get("tokenizer.ggml.bos_token_id") if adds else None
+    return _special_id(file, "bos") if adds else None
 
 
 def _named(file: GgufFile) -> dict[str, str]:
@@ -353,7 +355,7 @@ def _named(file: GgufFile) -> dict[str, str]:
 
 def _named_ids(file: GgufFile) -> dict[str, int]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: file.values.get(f"tokenizer.ggml.{own}_token_id") for name, own in names.items()}
+    ids = {name: _special_id(file, own) for name, own in names.items()}
     known = {name: int(index) for name, index in ids.items() if index is not None}
     for name, index in known.items():
         if not 0 <= index < len(file.needed("tokenizer.ggml.tokens")):

@@ -47,7 +47,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Files that decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+    "special_tokens_map.json", "tokenizer.model", "added_tokens.json", "chat_template.jinja",
 ]  # fmt: skip
 _HUB_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 

@@ -226,15 +226,17 @@ class RequestState:
 
 def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: int) -> None:
     """Raises FlyJaxError for an engine without a slot or room for a request."""
-    if num_slots < 1 or prefill_chunk < 1:
+    sizes = num_slots, prefill_chunk, max_length - 1
+    if not all(isinstance(one, numbers.Integral) and one >= 1 for one in sizes):
         raise FlyJaxError(
-            f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
-            " both must be at least 1: raise them."
+            f"An engine was asked for with num_slots={num_slots}, prefill_chunk={prefill_chunk} and"
+            f" max_length={max_length}; they must be whole numbers, the first two at least 1, and "
+            "the last at least 2, a prompt's token and a new one: correct them."
         )
-    if not 2 <= max_length <= context:
+    if max_length > context:
         raise FlyJaxError(
-            f"max_length is {max_length}; it must be at least 2, a prompt's token and a new one, "
-            f"and at most {context}, the target's context: correct it."
+            f"max_length is {max_length}; it must be at most {context}, the target's context: "
+            "lower it."
         )
 
 
@@ -265,6 +267,17 @@ def check_request(
 ) -> None:
     """Raises FlyJaxError for a request, of a checked prompt, that these rounds cannot answer."""
     length, stop, logprobs = len(request.prompt), request.stop, request.logprobs
+    whole, drawn = [request.max_new_tokens, request.seed], request.sampling
+    whole += [] if request.protected_token_ids is None else request.protected_token_ids
+    is_one = isinstance(drawn, Sampling | None) and not any(map(np.ndim, jax.tree.leaves(drawn)))
+    is_one &= isinstance(rule, Rule)
+    if not (is_one and all(isinstance(one, numbers.Integral) for one in whole)):
+        raise FlyJaxError(
+            f"A request has rule={rule!r}, max_new_tokens={request.max_new_tokens!r}, seed="
+            f"{request.seed!r}, sampling={drawn!r} and protected_token_ids="
+            f"{request.protected_token_ids!r}; the rule is a Rule, such as Fly(), sampling None or "
+            "a Sampling with one number for each parameter, and all else whole: correct them."
+        )
     if request.max_new_tokens < 1:
         raise FlyJaxError(
             f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
@@ -273,15 +286,6 @@ def check_request(
         raise FlyJaxError(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
             "answer; shorten it, or raise max_length."
-        )
-    whole, drawn = [request.seed], request.sampling
-    whole += [] if request.protected_token_ids is None else request.protected_token_ids
-    is_one = isinstance(drawn, Sampling | None) and not any(map(np.ndim, jax.tree.leaves(drawn)))
-    if not (is_one and all(isinstance(one, numbers.Integral) for one in whole)):
-        raise FlyJaxError(
-            f"A request has seed={request.seed!r}, sampling={drawn!r} and protected_token_ids="
-            f"{request.protected_token_ids!r}; seed and ids are whole numbers, and sampling None "
-            "or a Sampling with one number for each parameter: correct them."
         )
     is_list = isinstance(stop, list | tuple)
     if not is_list or not all(isinstance(one, str) and one for one in stop):

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from absl import logging
@@ -48,6 +49,9 @@ _EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 def main(arguments: Sequence[str]) -> int:
     """Runs a command; 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away."""
     logging.set_verbosity(logging.ERROR)  # what libraries say of their own work is not for users
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # whoever started it has closed it
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
     with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = EXIT_FAILED

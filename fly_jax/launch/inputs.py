@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
 import time
@@ -75,7 +76,8 @@ def say(line: str) -> None:
 @contextlib.contextmanager
 def waiting(why: str) -> Iterator[None]:
     """Shows on a terminal, until it is done, what the user waits for."""
-    shown = process_id() == 0 and sys.stderr.isatty()
+    is_smart = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    shown = process_id() == 0 and is_smart
     if shown:
         print(f"{why} …", end="", file=sys.stderr, flush=True)
     try:

@@ -19,6 +19,8 @@ REFUSED = {
         "is empty": Request([]),
         "shorten it, or raise max_length": Request([1] * 100),
         "max_new_tokens is 0": Request([1], 0),
+        "max_new_tokens=2.5, .*all else whole": Request([1], 2.5),  # type: ignore[arg-type]
+        "rule='fly', .*is a Rule": Request([1], rule="fly"),  # type: ignore[arg-type]
         "at least one character": Request([1], stop=["a", ""]),
         "a list of texts": Request([1], stop="abc"),
         r"stop is \[13\]": Request([1], stop=[13]),
@@ -77,7 +79,8 @@ def test_an_offline_engine_refuses_another_sampling_than_its_own() -> None:
         ("which must be of one size", KINDS["defer"], {"rules": (Fly(0, 1),)}),
         ("at least", KINDS["autoregressive"], {"num_slots": 0}),
         ("at least", KINDS["autoregressive"], {"max_length": 1}),
-        ("at least", KINDS["autoregressive"], {"max_length": 601}),
+        ("at most 600", KINDS["autoregressive"], {"max_length": 601}),
+        ("whole numbers", KINDS["autoregressive"], {"max_length": 64.0}),
     ],
 )
 def test_engines_that_are_refused(words: str, kind: Kind, given: dict[str, Any]) -> None:

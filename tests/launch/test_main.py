@@ -49,6 +49,14 @@ def test_unknown_or_interrupted(monkeypatch: Patch, ran: Ran, refused: Refused) 
     assert ran(status=130).err == "\nInterrupted.\n"
 
 
+def test_an_error_goes_nowhere_else_where_standard_error_is_closed(
+    monkeypatch: Patch, ran: Ran
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert ran("genrate", status=2).out == ""
+    sys.stderr.close()
+
+
 def launched(flag: str, out: int | IO[str] = subprocess.PIPE) -> tuple[int, str | None, str]:
     """How the command ends as a process, and what it writes."""
     given = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.PIPE, "text": True}

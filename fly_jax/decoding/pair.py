@@ -67,9 +67,9 @@ def check_prompt(
     """
     if isinstance(prompt, CheckedPrompt):
         return prompt
-    if isinstance(prompt, numbers.Integral):
+    if prompt is None or isinstance(prompt, numbers.Integral | bytes):
         raise FlyJaxError(
-            f"{name} is the number {prompt}; it must be a list of token ids: give [ids] for one."
+            f"{name} is {prompt!r}; it must be a text or a list of token ids: give [ids] for one."
         )
     if len(prompt) == 0:
         raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")

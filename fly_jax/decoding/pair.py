@@ -27,7 +27,7 @@ from fly_jax.decoding.drafters.model import DraftModel, ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
-from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, identity, resolve
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
@@ -43,7 +43,7 @@ from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_dra
 from fly_jax.models.tokenizer import Tokenizer, check_unicode
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
-from fly_jax.sharding.processes import joint_errors, num_processes
+from fly_jax.sharding.processes import check_same, joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
 
 NGRAM = "ngram"  # the lookup alone
@@ -339,6 +339,10 @@ def load_pair(
         # Has no effect once something else has started JAX's backend.
         prepare_devices(spec, num_processes())
     devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
+    if devices.size > 1 and num_processes() > 1:  # of which each reads a copy of its own
+        target, *others = (identity(one.path)[:12] for one in (opened.target, *opened.drafts))
+        told = {"target": target, "draft": ", ".join(others)}
+        check_same({name: f"of digest {one}" for name, one in told.items()})
     if devices.size == 1 and devices.devices.flat[0] != jax.local_devices()[0]:
         raise FlyJaxError(
             f"The mesh has one device, {devices.devices.flat[0]}, and a model on one lies on this "

@@ -13,7 +13,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, RunFlags, flag_group
 from fly_jax.launch.inputs import distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter
-from fly_jax.sharding.processes import broadcast, process_id
+from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 if TYPE_CHECKING:
     from fly_jax.evaluation.compare import Comparison
@@ -73,8 +73,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run(values: _BenchFlags) -> None:
-    if values.picture is not None:
-        check_picture(Path(values.picture))
+    with joint_errors():
+        if values.picture is not None and process_id() == 0:
+            check_picture(Path(values.picture))
     config = values.to_config(values)
     configs = decodings(values.decode, config, has_draft=values.has_draft)
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)

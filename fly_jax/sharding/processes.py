@@ -190,7 +190,7 @@ def check_same(settings: dict[str, Json]) -> None:
                 here, there = ("not given" if one is None else one for one in (mine, wanted))
                 raise FlyJaxError(
                     f"--{name} is {here} here and {there} on process 0; all processes need the "
-                    "same command: correct one of them."
+                    "same command and files: correct one of them."
                 )
 
 

@@ -19,7 +19,8 @@ import pytest
 
 from fly_jax import Budget, Exact, Fly, FlyJaxError, Margin, Sampling, per_row
 from fly_jax.integrations.vllm_tpu import plugin, startup
-from fly_jax.integrations.vllm_tpu.hooks import HOOKS, PACKAGES, PLATFORM, TRIED, root
+from fly_jax.integrations.vllm_tpu.eagle3 import head_as_written
+from fly_jax.integrations.vllm_tpu.hooks import HOOKS, PACKAGES, PLATFORM, TRIED, hook, root
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import StartRefusedError, asked_for, decoding_config
 
@@ -172,6 +173,29 @@ def test_what_the_engine_lacks_is_named_before_it_starts(
     plugin.register()
     with pytest.raises(StartRefusedError, match=rf"^vllm_jax \(.*\) has no \S+:{missing}, which"):
         module.TpuPlatform.check_and_update_config(config(fly_jax={"any_version": True}))
+
+
+@pytest.mark.parametrize("named", [(2, 15, 29), None])
+def test_a_head_of_speculators_is_loaded_and_has_the_layers_that_it_names(
+    named: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(monkeypatch, "tpu_inference")
+    llama = hook("models.jax.llama3:LlamaModel")
+    loader = hook("models.jax.llama_eagle3:EagleLlama3WeightLoader")
+    seen: dict[str, str] = {}
+    llama.get_eagle3_aux_hidden_state_layers = choose = lambda self: "its own"
+    loader.load_weights = load = lambda self, model, mappings: seen.update(mappings)
+    given = {"midlayer.mlp.up_proj": "model.layers.0.mlp.up_proj.kernel", "fc": "model.fc.kernel"}
+    with head_as_written(SimpleNamespace(eagle_aux_hidden_state_layer_ids=named)):
+        loader().load_weights("model", given)
+        assert llama().get_eagle3_aux_hidden_state_layers() == (named or "its own")
+    # The engine writes the layer's number in place of the star, on both sides.
+    assert seen == given | {"layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj.kernel"}
+    assert llama.get_eagle3_aux_hidden_state_layers is choose
+    assert loader.load_weights is load
+    with pytest.raises(ValueError, match="broken"), head_as_written(None):
+        raise ValueError("broken")
+    assert loader.load_weights is load
 
 
 SAID = {"vllm_torchtpu": "sampler of its own", "vllm_jax": "tpu_platform:TpuPlatform, which"}

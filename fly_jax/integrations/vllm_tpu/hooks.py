@@ -27,7 +27,7 @@ HOOKS = {
     PLATFORM: "TpuPlatform.check_and_update_config TpuPlatform.validate_request",
     "worker.tpu_worker": "TPUWorker.init_device TPUModelRunner",
     "runner.tpu_runner": "TPUModelRunner._init_speculative_decoding "
-    "TPUModelRunner.get_kv_cache_spec TPUModelRunner.capture_model",
+    "TPUModelRunner.load_model TPUModelRunner.get_kv_cache_spec TPUModelRunner.capture_model",
     "runner.speculative_decoding_manager": "SpeculativeDecodingManager.get_spec_decode_metadata "
     "SpeculativeDecodingManager.propose_draft_token_ids "
     "SpeculativeDecodingManager.propose_eagle3_draft_token_ids "
@@ -37,6 +37,8 @@ HOOKS = {
     "layers.common.attention_metadata": "AttentionMetadata",
     "layers.common.sharding": "ShardingAxisName.ATTN_DATA ShardingAxisName.ATTN_HEAD",
     "models.common.model_loader": "get_flax_model",
+    "models.jax.llama3": "LlamaModel.get_eagle3_aux_hidden_state_layers",
+    "models.jax.llama_eagle3": "EagleLlama3WeightLoader.load_weights",
     "spec_decode.jax.eagle3": "Eagle3Proposer.prepare_inputs Eagle3Proposer.propose",
     "utils": "get_padded_num_heads get_padded_head_dim get_mesh_shape_product",
     "envs": "SKIP_JAX_PRECOMPILE",

@@ -21,6 +21,7 @@ from prometheus_client import REGISTRY, Counter
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.integrations.vllm_tpu.draft_model import SPLIT, Axis, DraftModelProposer
+from fly_jax.integrations.vllm_tpu.eagle3 import head_as_written
 from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
@@ -195,6 +196,12 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         rows = RowRules(config, 2 * self.max_num_reqs)  # preempted requests keep their budgets
         k = self.speculative_config.num_speculative_tokens
         return LoosenedSampler(self.mesh, rows, max_drafted=k, protected=protected, memory=keys)
+
+    def load_model(self) -> None:
+        """Loads the models of `TPUModelRunner`, an EAGLE-3 head as its files have it."""
+        draft = self.speculative_config.draft_model_config
+        with head_as_written(draft and draft.hf_config):
+            super().load_model()
 
     def get_kv_cache_spec(self) -> Any:
         """The spec of `TPUModelRunner`, with the layers of the draft model."""

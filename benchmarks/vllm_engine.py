@@ -17,16 +17,16 @@ Then the same of the engine's own heads, `--only=heads` alone: random ones of ti
 families, whose drafts have the targets' weights: every token that they draft must be accepted, and
 all tokens must be plain decoding's, with a lookup below the draft model and with two ranks that
 share the requests too. Writes results/vllm_engine.json, vllm_heads.json and vllm_families.json.
+`--trained=TARGET,HEAD,PROMPTS` runs a trained EAGLE-3 head alone, on some of a file of prompts, as
+chats; the target is written for the engine in float32. Writes results/vllm_trained_head.json.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
-import shutil
 import tempfile
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +44,16 @@ from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
+from fly_jax.launch.inputs import read_prompts
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
-from fly_jax.models.checkpoints.write import save_hf
+from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.tokenizer import load_tokenizer
 
 _ONLY = flags.DEFINE_enum("only", None, ["pair", "heads", "families"], "one part of it")
+_TRAINED = flags.DEFINE_list("trained", None, "a target, its trained head, and a file of prompts")
 
 _REQUESTS, _ROWS, _K = 32, 8, 15
 _TARGET, _DRAFT = map(str, EMBEDDED_PAIR)
@@ -64,6 +66,7 @@ _FLY = {"rule": "fly", "entropy_threshold": 0.3, "window_size": 6}
 _EXACT = {"rule": "exact"}
 _BELOW = {"prompt_lookup_max": 4}
 _BUDGET = {"rule": "fly | margin", "risk_budget": 1.0}
+_Requests = list[dict[str, Any]]
 
 
 class _Way(NamedTuple):
@@ -100,7 +103,6 @@ _WAYS = {
 # features, and with fewer layers two of the three that are read would be one, which it gives once.
 _HEADS = {"eagle3": ("llama3", 8), "dflash": ("qwen3", 6)}
 _HEAD_REQUESTS, _HEAD_K, _WORDS = 16, 5, 12
-_HEAD_FLY = _FLY | {"window_size": 1}
 
 _GOLDEN = Path(__file__).parents[1] / "tests" / "fixtures" / "golden"
 _FAMILIES = ("qwen3", "mistral")  # the embedded pair is a Llama
@@ -114,7 +116,7 @@ _FAMILY_WAYS: dict[str, tuple[dict[str, Any] | None, int]] = {
 }
 
 
-def _requests(pair: Pair) -> list[dict[str, Any]]:
+def _requests(pair: Pair) -> _Requests:
     """A third word problems, a third beginnings of files, and as many long ones."""
     third, chance = -(-_REQUESTS // 3), random.Random(0)
     texts = (pair.tokenizer.encode(text) for text in documents("held_out"))
@@ -129,9 +131,7 @@ def _requests(pair: Pair) -> list[dict[str, Any]]:
     return [{"prompt": ids, "limit": chance.choice(limits)} for ids in prompts[:_REQUESTS]]
 
 
-def _decoded(
-    target: str, way: _Way, requests: list[dict[str, Any]], **given: Any
-) -> dict[str, Any]:
+def _decoded(target: str, way: _Way, requests: _Requests, **given: Any) -> dict[str, Any]:
     asked = [
         one | ({"extra_args": {"fly_jax": _EXACT}} if way.some_exact and not index % 4 else {})
         for index, one in enumerate(requests)
@@ -141,22 +141,15 @@ def _decoded(
     return vllm_stand_ins.decoded(target, asked, fly_jax=way.fly_jax, **arguments)
 
 
-def _own(
-    pair: Pair, way: _Way, requests: list[dict[str, Any]], plain: list[list[int]]
-) -> dict[str, Any]:
+def _own(pair: Pair, way: _Way, requests: _Requests, plain: list[list[int]]) -> dict[str, Any]:
     """The same by fly_jax's engine: tokens, drafts and accepted draft tokens."""
     speculative = way.speculative
     assert speculative is not None
-    values = dict(way.fly_jax or {}) | {
-        "num_speculative_tokens": speculative["num_speculative_tokens"],
-        "lossless_speculative_tokens": speculative["num_speculative_tokens"],
-    }
+    most = speculative["num_speculative_tokens"]
+    values = dict(way.fly_jax or {}, num_speculative_tokens=most, lossless_speculative_tokens=most)
     if speculative["method"] == "ngram":
-        values |= {
-            "prompt_lookup_min": speculative["prompt_lookup_min"],
-            "prompt_lookup_max": speculative["prompt_lookup_max"],
-            "prompt_lookup_match": "earliest",
-        }
+        values |= {name: one for name, one in _LOOKUP.items() if name.startswith("prompt_lookup")}
+        values["prompt_lookup_match"] = "earliest"
     found: dict[str, Any] = {"tokens": [one[:1] for one in plain], "drafts": 0}
 
     def count(output: RoundOutput, _: object) -> None:
@@ -184,11 +177,7 @@ def _own(
 
 
 def _compared(
-    way: _Way,
-    one: dict[str, Any],
-    plain: list[list[int]],
-    pair: Pair | None,
-    requests: list[dict[str, Any]],
+    way: _Way, one: dict[str, Any], plain: list[list[int]], pair: Pair | None, requests: _Requests
 ) -> dict[str, Any]:
     """How many requests have the tokens that they must have."""
     result: dict[str, Any] = {
@@ -198,11 +187,9 @@ def _compared(
     if pair is None:
         return result
     own = _own(pair, way, requests, plain)
-    is_exact = [way.some_exact and index % 4 == 0 for index in range(len(requests))]
-    wanted = [
-        exact if asked else kept
-        for asked, exact, kept in zip(is_exact, plain, own["tokens"], strict=True)
-    ]
+    wanted = list(own["tokens"])
+    if way.some_exact:
+        wanted[::4] = plain[::4]
     metrics = one["metrics"]
     result |= {
         "as_fly_jax": sum(a == b for a, b in zip(one["tokens"], wanted, strict=True)),
@@ -222,31 +209,25 @@ def _compared(
 def _save(folder: Path, config: LlamaConfig, parameters: Parameters) -> None:
     """A model, with the embedded pair's tokenizer beside it."""
     save_hf(Llama(config, parameters), folder, jnp.float32)
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
-        if (EMBEDDED_PAIR[0] / name).exists():
-            shutil.copy(EMBEDDED_PAIR[0] / name, folder)
+    carry_tokenizer(EMBEDDED_PAIR[0], open_weights(EMBEDDED_PAIR[0]), folder)
 
 
 def _write_models(target: Path, draft: Path, family: str) -> None:
     """Target and draft with the same weights."""
     golden = open_weights(_GOLDEN / family).config
-    config = dataclasses.replace(
-        golden, head_size=_HEAD_SIZE, sliding_window=None, windowed_layers=()
-    )
+    config = replace(golden, head_size=_HEAD_SIZE, sliding_window=None, windowed_layers=())
     # The engine has no Mistral in JAX to be a target, and without windows it is a Llama.
     as_target = "llama" if family == "mistral" else family
     parameters = Llama.random(config, jax.random.key(0)).parameters()
     for folder, architecture in ((target, as_target), (draft, family)):
-        _save(folder, dataclasses.replace(config, architecture=architecture), parameters)
+        _save(folder, replace(config, architecture=architecture), parameters)
 
 
 def _write_head(target: Path, folder: Path, method: str) -> None:
     """A random target and a random head of it, as EAGLE and DFlash publish theirs."""
     family, num_layers = _HEADS[method]
     golden = open_weights(_GOLDEN / family).config
-    config = dataclasses.replace(
-        golden, vocab_size=_WORDS, num_layers=num_layers, head_size=_HEAD_SIZE
-    )
+    config = replace(golden, vocab_size=_WORDS, num_layers=num_layers, head_size=_HEAD_SIZE)
     parameters = Llama.random(config, jax.random.key(1)).parameters()
     # Sharper than it comes, so that texts do not stand still.
     _save(target, config, {n: one if "norm" in n else 3 * one for n, one in parameters.items()})
@@ -291,38 +272,59 @@ def _write_head(target: Path, folder: Path, method: str) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _head(method: str) -> dict[str, Any]:
-    """What comes of each way to decode with a head of the engine's own."""
+def _random_requests(number: int, words: int, limits: tuple[int, ...]) -> _Requests:
     chance = random.Random(0)
-    requests = [
+    return [
         {
-            "prompt": [chance.randrange(3, _WORDS) for _ in range(chance.randint(5, 40))],
-            "limit": chance.choice((8, 24, 48)),
+            "prompt": [chance.randrange(3, words) for _ in range(chance.randint(5, 40))],
+            "limit": chance.choice(limits) if limits[1:] else limits[0],
         }
-        for _ in range(_HEAD_REQUESTS)
+        for _ in range(number)
     ]
+
+
+def _head(method: str) -> dict[str, Any]:
+    """What comes of each way to decode with a random head of the engine's own."""
+    requests = _random_requests(_HEAD_REQUESTS, _WORDS, (8, 24, 48))
     with tempfile.TemporaryDirectory() as name:
         target, head = Path(name) / "target", Path(name) / "head"
         _write_head(target, head, method)
-        drafting = {"method": method, "model": str(head), "num_speculative_tokens": _HEAD_K}
-        ways = {
-            "plain": _Way(),
-            "exact": _Way(drafting, _EXACT),
-            "fly": _Way(drafting, _HEAD_FLY),
-            "budget, some exact": _Way(drafting, _HEAD_FLY | _BUDGET, some_exact=True),
-        }
         pair = Pair(load_llama(target), (load_llama(head),), load_tokenizer(target))
-        given = {"skip_tokenizer_init": True}
-        return _in_all_ways(str(target), ways, requests, lambda method: pair, **given)
+        drafting = {"method": method, "model": str(head), "num_speculative_tokens": _HEAD_K}
+        return _in_head_ways(str(target), pair, drafting, 1, requests, skip_tokenizer_init=True)
+
+
+def _trained(source: str, head: str, prompts: str) -> dict[str, Any]:
+    """The same of a trained one; prompts from all over the file that are not long."""
+    pair = load_pair(source, head, dtype="float32")
+    texts = [one.text for one in read_prompts(prompts, skip_bad=False)]
+    chats = ([{"role": "user", "content": one}] for one in texts[:: -(-len(texts) // 24)])
+    encoded = map(pair.tokenizer.apply_chat_template, chats)
+    requests = [{"prompt": ids, "limit": 48} for ids in encoded if len(ids) <= 400]
+    drafting = {"method": "eagle3", "model": head, "num_speculative_tokens": 4}
+    with tempfile.TemporaryDirectory() as name:
+        save_hf(pair.target, Path(name), jnp.float32)
+        carry_tokenizer(Path(source), open_weights(Path(source)), Path(name))
+        ways = _in_head_ways(name, pair, drafting, 2, requests[:_HEAD_REQUESTS])
+    return {"requests": len(requests[:_HEAD_REQUESTS]), "rows": _ROWS, "ways": ways}
+
+
+def _in_head_ways(
+    target: str, pair: Pair, head: dict[str, Any], window: int, requests: _Requests, **given: Any
+) -> dict[str, Any]:
+    fly = _FLY | {"window_size": window}
+    ways = {
+        "plain": _Way(),
+        "exact": _Way(head, _EXACT),
+        "fly": _Way(head, fly),
+        "budget, some exact": _Way(head, fly | _BUDGET, some_exact=True),
+    }
+    return _in_all_ways(target, ways, requests, {head["method"]: pair}, **given)
 
 
 def _family(family: str) -> dict[str, Any]:
     """Drafted and accepted tokens in each way, and how many answers are plain decoding's."""
-    chance = random.Random(0)
-    requests = [
-        {"prompt": [chance.randrange(3, _VOCAB) for _ in range(chance.randint(5, 40))], "limit": 48}
-        for _ in range(8)
-    ]
+    requests = _random_requests(8, _VOCAB, (48,))
     with tempfile.TemporaryDirectory() as name:
         target, draft = Path(name) / "target", Path(name) / "draft"
         _write_models(target, draft, family)
@@ -346,17 +348,13 @@ def _family(family: str) -> dict[str, Any]:
 
 
 def _in_all_ways(
-    target: str,
-    ways: dict[str, _Way],
-    requests: list[dict[str, Any]],
-    pair_of: Callable[[str], Pair],
-    **given: Any,
+    target: str, ways: dict[str, _Way], requests: _Requests, pairs: dict[str, Pair], **given: Any
 ) -> dict[str, Any]:
     found = {name: _decoded(target, way, requests, **given) for name, way in ways.items()}
     plain = found["plain"]["tokens"]
     results = {}
     for name, way in ways.items():
-        pair = way.speculative and pair_of(way.speculative["method"])
+        pair = way.speculative and pairs[way.speculative["method"]]
         results[name] = _compared(way, found[name], plain, pair, requests)
         print(f"{name}: {results[name]}")
     return results
@@ -365,16 +363,18 @@ def _in_all_ways(
 def main() -> None:
     versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
     jax.config.update("jax_platforms", "cpu")  # here; vLLM's engines have their own processes
+    if _TRAINED.value:
+        print(write("vllm_trained_head", {**versions, **_trained(*_TRAINED.value)}))
+        return
     if _ONLY.value in (None, "pair"):
         pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
         requests = _requests(pairs["draft_model"])
-        ways = _in_all_ways(_TARGET, _WAYS, requests, lambda method: pairs[method])
+        ways = _in_all_ways(_TARGET, _WAYS, requests, pairs)
         size = {"requests": _REQUESTS, "rows": _ROWS}
         print(write("vllm_engine", {**versions, **size, "ways": ways}))
     if _ONLY.value in (None, "heads"):
         heads = {method: _head(method) for method in _HEADS}
-        size = {"requests": _HEAD_REQUESTS, "rows": _ROWS}
-        print(write("vllm_heads", {**versions, **size, **heads}))
+        print(write("vllm_heads", {**versions, "requests": _HEAD_REQUESTS, "rows": _ROWS, **heads}))
     if _ONLY.value in (None, "families"):
         families = {family: _family(family) for family in _FAMILIES}
         print(families)

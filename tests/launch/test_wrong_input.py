@@ -125,7 +125,7 @@ REFUSED = {
     "serve": [
         (["--num_slots=0"], ["num_slots"]),
         (["--max_length=97"], ["at most 96, the target's context"]),
-        (["--rules=nonsense"], ["There is no rule 'nonsense'"]),
+        (["--rules=nonsense"], ["there is no rule 'nonsense'"]),
         (["--rules=csd"], ["memory"]),
         (["--prompt_lookup_earlier=64"], ["prompt_lookup_earlier is 64", "keeps no answers"]),
         (["--num_speculative_tokens=auto", "--rule=fly", "--window_size=20"], ["window_size=20"]),

@@ -226,7 +226,7 @@ def rule_names(text: str, parameter: str = "rule") -> tuple[str, ...]:
     for name in names:
         if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
-                f"There is no rule {name!r}, given as {parameter}; the rules are "
+                f"{parameter} is {text!r} and there is no rule {name!r}; the rules are "
                 f"{', '.join((*LOSSLESS_RULES, *RULES))}."
             )
         if name in LOSSLESS_RULES and len(names) > 1:

@@ -258,8 +258,9 @@ def _record(
 
 def _summary(number: int, total: int, generation: Generation) -> str:
     risk = "" if generation.regret is None else f", regret {generation.regret:.2f} nats"
+    rounds, s = generation.num_rounds, "s" * (generation.num_rounds != 1)
     return (
-        f"[{number}/{total}] {len(generation.token_ids)} tokens in {generation.num_rounds} rounds "
+        f"[{number}/{total}] {len(generation.token_ids)} tokens in {rounds} round{s} "
         f"({generation.finish_reason}): {generation.mean_accepted_tokens:.2f} mean accepted "
         f"tokens, {generation.num_rescued_tokens} rescued{risk}, "
         f"{generation.tokens_per_second:.0f} tokens/s"

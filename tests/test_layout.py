@@ -170,8 +170,10 @@ def test_wheel_has_the_configs_the_embedded_pair_and_the_pages(unpacked: Path) -
     pair = [path.relative_to(_ROOT) for path in embedded.rglob("*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in pair)
     assert sum((unpacked / path).stat().st_size for path in pair) <= 25 * 2**20
-    pages = "serving/http/page.html evaluation/colours.css launch/page.html launch/report.html"
-    for path in (*pair, *configs, *(Path("fly_jax", one) for one in pages.split())):
+    kinds = (".html", ".css", ".toml")
+    beside = [path.relative_to(_ROOT) for path in _PACKAGE.rglob("*") if path.suffix in kinds]
+    assert {"page.html", "chips.toml", "protocol.toml"} < {path.name for path in beside}
+    for path in (*pair, *configs, *beside):
         assert (unpacked / path).read_bytes() == (_ROOT / path).read_bytes()
 
 

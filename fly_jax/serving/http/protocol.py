@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import pydantic
@@ -27,37 +29,11 @@ _MOST_OTHERS = 64  # fields of an object beyond those that there are
 _LONGEST_NAME = 64  # of a field that may be a misspelt one
 _LONGEST_ERROR = 2000  # characters: an error quotes what was given
 
-_NOTHING: tuple[Any, ...] = (0, "", [], {})
 # Fields of OpenAI, vLLM, SGLang and llama.cpp that change the text or add to the reply, with the
 # values that do not.
-_CHANGING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
-            *("min_p", "top_a", "mirostat", "dry_multiplier", "xtc_probability"),
-            *("dynatemp_range", "samplers", "no_repeat_ngram_size", "stop_regex", "no_stop_trim"),
-            *("return_token_ids", "return_tokens", "n_probs", "return_hidden_states"),
-            *("max_new_tokens", "n_predict", "top_logprobs", "thinking_token_budget"),
-            *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
-            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),
-            *("tools", "tool_calls", "functions", "function_call", "audio", "web_search_options"),
-            *("chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
-            *("echo", "return_tokens_as_token_ids", "logits_processors"),
-            *("use_beam_search", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
-            *("custom_logit_processor", "top_n_sigma"),
-        ),
-        _NOTHING,
-    ),
-    **dict.fromkeys(
-        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z", "best_of"),
-        (1,),
-    ),
-    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
-    "tool_choice": ("none", "auto"),
-    "prompt_logprobs": (),  # 0 asks for each token's own
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_CHANGING: dict[str, list[Any]] = {
+    name: one["harmless"] for one in _TABLE["changing"] for name in one["names"]
 }
 # Sentences in place of the framework's word or two.
 _SENTENCES = {

@@ -25,6 +25,7 @@ setup(
         # fly_jax/configs is a link to configs/; a built wheel carries the files themselves.
         "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
         "fly_jax.models": ["embedded/**/*", "presets.toml"],
+        "fly_jax.models.checkpoints": ["hugging_face.toml"],
         "fly_jax.evaluation": ["colours.css"],
         "fly_jax.launch": ["page.html", "report.html"],
         "fly_jax.sharding": ["chips.toml"],

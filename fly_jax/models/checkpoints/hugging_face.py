@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,26 +51,10 @@ _AGAIN = "download the file again"
 _WITHOUT_EFFECT = re.compile(
     r"\.(rotary_emb\.inv_freq|weight_shape|(input|output|q|k|v|kv)_(scale|scale_ub|zero_point))$"
 )
-_OUTER = {
-    "embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight",
-    "unembedding": "lm_head.weight", "token_rows": "token_rows",
-}  # fmt: skip
-_LAYER = {
-    "attention_norm": "input_layernorm.weight", "query": "self_attn.q_proj.weight",
-    "key": "self_attn.k_proj.weight", "value": "self_attn.v_proj.weight",
-    "output": "self_attn.o_proj.weight", "query_bias": "self_attn.q_proj.bias",
-    "key_bias": "self_attn.k_proj.bias", "value_bias": "self_attn.v_proj.bias",
-    "query_norm": "self_attn.q_norm.weight", "key_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight", "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight", "hidden_norm": "hidden_norm.weight",
-}  # fmt: skip
-# A head's names lack "model.", and EAGLE's layer is `midlayer` or `layers.0`.
-_OF_HEAD = {
-    "fusion": "fc.weight", "features_norm": "input_norm.weight", "fused_norm": "hidden_norm.weight",
-    "markov_rows": "markov_head.markov_w1.weight", "markov_bias": "markov_head.markov_w2.weight",
-    "confidence": "confidence_head.proj.weight", "confidence_bias": "confidence_head.proj.bias",
-    "token_rows": "d2t",
-}  # fmt: skip
+# The tensors' names: outside the layers, of a layer, and of a head alone. A head's other names lack
+# "model.", and EAGLE's layer is `midlayer` or `layers.0`.
+_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_OUTER, _LAYER, _OF_HEAD = (_NAMES[of] for of in ("outer", "layer", "head"))
 _HEAD_SAYS = "midlayer.hidden_norm.weight"
 # A head's tokens are listed twice; there may be copies of the target's tensors.
 _BESIDE_HEAD = re.compile(r"t2d|d2t|embed_tokens\.weight|verifier_(norm|lm_head)\.weight")

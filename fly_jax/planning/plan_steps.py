@@ -86,7 +86,7 @@ class Step:
 
 def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Compiles the programs of `PlanSpec.engine`; a prefill that does not fit is the last."""
-    models = _models(spec, layouts)
+    models = models_of(spec, layouts)
     abstract = [abstract_model(config, at, of.matrices) for at, config, of in models]
     eos_token_ids = spec.target.eos_token_ids
     rounds = spec.rounds.with_static(eos_token_ids=eos_token_ids)
@@ -100,8 +100,8 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     rows = abstract_state(engine.trace_rows(chunk.rows), lies)
     caches = (state, rows)
     # A self-draft shares parameters with its target, which the compiler counts for both.
-    parameters = sum(parameter_bytes(*_matrices(model)) for model in models)
-    shared = parameters - sum(held_bytes(*_matrices(model)) for model in models)
+    parameters = sum(parameter_bytes(*matrices_of(model)) for model in models)
+    shared = parameters - sum(held_bytes(*matrices_of(model)) for model in models)
     compiles = functools.partial(_compiled, spec, layouts)
     times, beside = sum(chunks.values()), _bytes(state) - shared
     traced = engine.trace_prefill(rows, chunk)
@@ -136,7 +136,7 @@ class _Pass(NamedTuple):
 
 def _passes(spec: PlanSpec, layouts: Layouts) -> dict[str, list[_Pass]]:
     """The passes of each step; those of prompts score no vocabulary."""
-    target, *drafts = models = _models(spec, layouts)
+    target, *drafts = models = models_of(spec, layouts)
     drafted = [
         _Pass(model, width, times)
         for model, passes in zip(drafts, spec.draft_passes, strict=True)
@@ -189,15 +189,15 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
     plan, found = spec.chunk_plan(layouts.target), Counter[int]()
     for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
         whole = chunk._replace(attended=plan.positions(chunk.rows))
-        held = (held_cache_bytes(*_of_rows(model, whole)) for model in _models(spec, layouts))
+        held = (held_cache_bytes(*_of_rows(model, whole)) for model in models_of(spec, layouts))
         found[sum(held)] += times
     return found
 
 
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
-    models, rows = _models(spec, layouts), prefill_cache_bytes(spec, layouts)
-    alone, *each = (held_bytes(*_matrices(model)) + held_cache_bytes(*model) for model in models)
+    models, rows = models_of(spec, layouts), prefill_cache_bytes(spec, layouts)
+    alone, *each = (held_bytes(*matrices_of(model)) + held_cache_bytes(*model) for model in models)
     both = alone + sum(each)
     held = {"prefill": both + rows, "insert": both + rows, "round": both, "draft": sum(each)}
     passes = _passes(spec, layouts)
@@ -209,13 +209,14 @@ def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, in
     return found
 
 
-def _models(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, ...]:
+def models_of(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, ...]:
     """The layout, shape and workload (rows, positions, matrices) of target and drafts."""
     drafts = ((layouts.draft, one, spec.draft_workload) for one in spec.drafts)
     return ((layouts.target, spec.target, spec.workload), *drafts)
 
 
-def _matrices(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
+def matrices_of(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
+    """A model as `held_bytes` takes it."""
     layout, config, workload = model
     return layout, config, workload.matrices
 
@@ -265,7 +266,7 @@ def _compiled(
     """
     large = {
         shape
-        for layout, config, _ in _models(spec, layouts)
+        for layout, config, _ in models_of(spec, layouts)
         for one in caches
         for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
     }

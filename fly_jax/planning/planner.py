@@ -8,10 +8,10 @@ from collections.abc import Callable
 from fly_jax.models.architectures import parameter_specs
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes, held_cache_bytes
-from fly_jax.planning import roofline
+from fly_jax.planning import plan_steps, roofline
 from fly_jax.planning.alternatives import Drafters, alternatives, weigh_drafters
 from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
-from fly_jax.planning.plan_steps import Step, compiled_steps, counted_steps, prefill_cache_bytes
+from fly_jax.planning.plan_steps import Step
 
 _GIB = 2**30
 
@@ -97,31 +97,24 @@ class Plan:
 
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""
-        spec, layouts = self.spec, self.layouts
-        workload, drafting = spec.workload, spec.draft_workload
-        held = [held_bytes(layouts.draft, one, drafting.matrices) for one in spec.drafts]
-        cached = [held_cache_bytes(layouts.draft, one, drafting) for one in spec.drafts]
+        models = plan_steps.models_of(self.spec, self.layouts)
+        target, *drafts = (held_bytes(*plan_steps.matrices_of(one)) for one in models)
         return {
-            "parameter_bytes": held_bytes(layouts.target, spec.target, workload.matrices),
-            "draft_parameter_bytes": sum(held),
-            "cache_bytes": cache_bytes(layouts.target, spec.target, workload),
-            "draft_cache_bytes": sum(cached),
-            "prefill_cache_bytes": prefill_cache_bytes(spec, layouts),
+            "parameter_bytes": target, "draft_parameter_bytes": sum(drafts),
+            "cache_bytes": cache_bytes(*models[0]),
+            "draft_cache_bytes": sum(held_cache_bytes(*one) for one in models[1:]),
+            "prefill_cache_bytes": plan_steps.prefill_cache_bytes(self.spec, self.layouts),
             "temporary_bytes": max(step.temporary_bytes for step in self.steps),
             "peak_bytes": self.peak_bytes, "left_bytes": self.left_bytes,
         }  # fmt: skip
 
     def replicated(self) -> list[str]:
         """Lines on the kinds of axes that the mesh does not divide as asked."""
-        spec = self.spec
-        pairs = (
-            ("target", self.layouts.target, spec.target, spec.workload.matrices),
-            ("draft", self.layouts.draft, spec.draft, spec.draft_workload.matrices),
-        )
+        pair = zip(("target", "draft"), plan_steps.models_of(self.spec, self.layouts), strict=False)
         return [
             f"{who} {line}"
-            for who, layout, config, matrices in pairs
-            for line in layout.fallbacks(parameter_specs(config, matrices))
+            for who, (layout, config, workload) in pair
+            for line in layout.fallbacks(parameter_specs(config, workload.matrices))
         ]
 
     def to_dict(self) -> dict[str, object]:
@@ -171,8 +164,8 @@ def make_plan(spec: PlanSpec, progress: Callable[[str], None] = lambda _: None) 
     spec = spec.without_padding()
     compiles = spec.compiles and spec.chip.is_tpu
     layouts = spec.layouts(slice_mesh(spec.chip, spec.mesh) if compiles else None)
-    steps = []
-    for step in (compiled_steps if compiles else counted_steps)(spec, layouts):
+    steps, made = [], plan_steps.compiled_steps if compiles else plan_steps.counted_steps
+    for step in made(spec, layouts):
         progress(step.name)
         steps.append(step)
     peak = max(step.peak_bytes for step in steps)

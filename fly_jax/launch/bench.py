@@ -89,7 +89,8 @@ def _run(values: _BenchFlags) -> None:
                 raise
             del configs[name]  # whose K nobody asked for, and a head's block is shorter
     categories = [prompt.category for prompt in inputs.prompts]
-    kept = broadcast(_first_of_each(categories, values.each))
+    most = values.each or len(categories)
+    kept = broadcast([at for at, one in enumerate(categories) if categories[:at].count(one) < most])
     pair = load_models(values, inputs)
 
     from fly_jax.evaluation.compare import compare
@@ -190,11 +191,6 @@ def _depth(text: str, given: str | None) -> dict[str, Any]:
 def _name(config: DecodingConfig) -> str:
     depth = config.num_speculative_tokens
     return f"{config.rule}, K = {depth}" if depth else config.rule
-
-
-def _first_of_each(categories: Sequence[str], number: int | None) -> list[int]:
-    most = len(categories) if number is None else number
-    return [at for at, one in enumerate(categories) if categories[:at].count(one) < most]
 
 
 def check_picture(path: Path) -> None:

@@ -10,9 +10,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, RopeScaling
 from fly_jax.models.head_config import Block, Eagle3
 
-_TABLES: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def _fields(table: dict[str, Any]) -> dict[str, Any]:

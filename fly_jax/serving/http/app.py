@@ -135,7 +135,6 @@ def _about(service: Service) -> APIRouter:
     return router
 
 
-_FILE = Path(__file__).with_name("page.html")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; form-action 'none'; "
@@ -152,7 +151,7 @@ def page() -> str:
         why.name.lower(): {"letter": why.letter, "word": word, "meaning": MEANINGS[why]}
         for why, word in WORDS.items()
     }
-    text = _FILE.read_text(encoding="utf-8")
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return text.replace("/*PALETTE*/", PALETTE).replace('"KINDS"', json.dumps(kinds))
 
 

@@ -239,7 +239,7 @@ class ResponseStream:
     def _built(self) -> replies.Reply:
         choices = []
         for index, answer in enumerate(self.answers):
-            extras = self._extras(answer, 0, is_last=True, is_whole=True)
+            extras = self._extras(answer, 0, is_last=True)
             extras |= {"finish_reason": answer.stream.state.generation.finish_reason}
             choices.append(self._style.answer("".join(answer.texts), index=index, **extras))
         return self._style.whole(choices=choices, **self._fields, **self._totals())
@@ -254,7 +254,7 @@ class ResponseStream:
             begin = len(answer.texts) - len(settled.texts)
             text, is_last = "".join(settled.texts), settled.finish_reason is not None
             unfinished -= is_last
-            extras = self._extras(answer, begin, is_last=is_last, is_whole=False)
+            extras = self._extras(answer, begin, is_last=is_last)
             if not (text or is_last or begin == 0 or extras):
                 continue
             extras |= {"index": index, "finish_reason": settled.finish_reason}
@@ -283,9 +283,7 @@ class ResponseStream:
         except FlyJaxError as error:
             raise unavailable(str(error)) from error
 
-    def _extras(
-        self, answer: _Answer, begin: int, *, is_last: bool, is_whole: bool
-    ) -> dict[str, Any]:
+    def _extras(self, answer: _Answer, begin: int, *, is_last: bool) -> dict[str, Any]:
         """The fields `logprobs` and `fly` of the tokens from `begin` on, as far as asked for."""
         state, texts = answer.stream.state, answer.texts[begin:]
         here = slice(begin, len(answer.texts))
@@ -299,7 +297,7 @@ class ResponseStream:
             rule = self._service.builder.rule_name(self._request)
             run = Run(rule, self._service.entropy_measure, {})
             extras["audit"] = replies.AnswerAudit.of(state, tokenizer, run)
-        if self._request.fly.stream_why and not is_whole:
+        if self._request.fly.stream_why and self._request.stream:
             extras["tokens"] = [
                 replies.Token.of(report, text, tokenizer)
                 for report, text in zip(state.generation.reports[here], texts, strict=True)

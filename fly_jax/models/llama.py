@@ -81,16 +81,12 @@ def product(equation: str, x: Array, matrix: Array, scale: Array | None, multipl
     return multiply(equation, x, matrix.astype(x.dtype) * scale.astype(x.dtype))
 
 
-def with_turned(multiply: Matmul) -> Matmul:
-    """A product for a matrix that lies [*out, *in], by the equation for [*in, *out]."""
-
-    def of_turned(equation: str, x: Array, matrix: Array) -> Array:
-        letters, rest = equation.split(",")
-        stored, result = rest.split("->")
-        turned = sorted(stored, key=lambda letter: letter in letters)  # outputs, then inputs
-        return multiply(f"{letters},{''.join(turned)}->{result}", x, matrix)
-
-    return of_turned
+def turned_equation(equation: str) -> str:
+    """The equation of a product with a matrix that lies [*out, *in], by that for [*in, *out]."""
+    letters, rest = equation.split(",")
+    stored, result = rest.split("->")
+    turned = sorted(stored, key=lambda letter: letter in letters)  # outputs, then inputs
+    return f"{letters},{''.join(turned)}->{result}"
 
 
 def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None) -> Array:
@@ -406,10 +402,9 @@ class Llama(nnx.Module):
                 return product(equation, x, signed(matrix), scale, chosen)
             if scale is not None:
                 return of_integers(x, matrix, scale, dtype)
-            chosen = in_front if lies_on_cpu(self) else matmul
-            return with_turned(multiply or functools.partial(chosen, dtype=dtype))(
-                equation, x, matrix
-            )
+            fastest = in_front if lies_on_cpu(self) else matmul
+            chosen = multiply or functools.partial(fastest, dtype=dtype)
+            return chosen(turned_equation(equation), x, matrix)
 
         return of
 

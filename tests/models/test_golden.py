@@ -31,7 +31,7 @@ from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import convert, save_hf
 from fly_jax.models.integers import of_integers
-from fly_jax.models.llama import Llama, in_front, matmul, with_turned
+from fly_jax.models.llama import Llama, in_front, matmul, turned_equation
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS, quantised
 
@@ -458,8 +458,8 @@ def test_it_is_the_plain_product(equation: str) -> None:
 
     @jax.jit
     def both(xs: list[jax.Array], matrix: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        turned, product = matrix.transpose(outputs_first), with_turned(in_front)
-        return [(product(equation, x, turned), matmul(equation, x, matrix)) for x in xs]
+        turned, equation_of_it = matrix.transpose(outputs_first), turned_equation(equation)
+        return [(in_front(equation_of_it, x, turned), matmul(equation, x, matrix)) for x in xs]
 
     for found, expected in both([array(letters, *few) for few in FEW], array(stored)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

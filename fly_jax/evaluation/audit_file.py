@@ -248,7 +248,12 @@ def read_audit(path: Path) -> Audit:
             waiting.append(_made(Mismatch, record, path, number))
         elif event == "prompt":
             one = _made(Continuation, record, path, number)
-            _check_continuation(one, waiting, path, number)
+            parts = (one.token_texts, one.why, one.choice_probabilities, one.entropies)
+            length = len(one.token_ids)
+            if any(len(part) != length for part in parts) or set(one.why) - set("mrcb"):
+                raise _damaged(path, number, "its lists do not fit its token_ids")
+            if not all(of.prompt == one.prompt and 0 <= of.position < length for of in waiting):
+                raise _damaged(path, number, "the lines before it are not of this prompt")
             if one.prompt in audit.continuations:
                 raise _damaged(path, number, f"prompt {one.prompt} was there before")
             audit.mismatches += waiting
@@ -320,17 +325,6 @@ def _is(value: object, wanted: Any) -> bool:
     if wanted is float:
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, origin or wanted)
-
-
-def _check_continuation(
-    one: Continuation, mismatches: Sequence[Mismatch], path: Path, number: int
-) -> None:
-    parts = (one.token_texts, one.why, one.choice_probabilities, one.entropies)
-    if any(len(part) != len(one.token_ids) for part in parts) or set(one.why) - set("mrcb"):
-        raise _damaged(path, number, "its lists do not fit its token_ids")
-    for mismatch in mismatches:
-        if mismatch.prompt != one.prompt or not 0 <= mismatch.position < len(one.token_ids):
-            raise _damaged(path, number, "the lines before it are not of this prompt")
 
 
 def _damaged(path: Path, number: int, reason: str) -> FlyJaxError:

@@ -74,11 +74,6 @@ def _passes_humaneval(record: Record, text: str) -> bool:
     return judge(f"{record['prompt']}{between}{code}\n{record['test']}\n{check}\n").passed
 
 
-def _passes_mbpp(record: Record, text: str) -> bool:
-    program = [_code(text), record["test_setup_code"], *record["test_list"]]
-    return judge("\n".join(program) + "\n").passed
-
-
 def _is_right_gsm8k(record: Record, text: str) -> bool:
     """Compares the number behind the last ####, or else the last one."""
     marked = re.findall(r"####[^\w\n.-]*(-?\$?\d\S*)", text)[-1:]
@@ -142,7 +137,9 @@ TASKS = {
         ),
         begin=lambda one: f'"""\n{one["text"]}\n\n{_tests(one)}\n"""\n',
         stops=('\n"""', *_STATEMENTS[3:]),
-        is_right=_passes_mbpp,
+        is_right=lambda one, text: (
+            judge(f"{_code(text)}\n{one['test_setup_code']}\n{_tests(one)}\n").passed
+        ),
         runs_code=True,
     ),
     "gsm8k": Task(

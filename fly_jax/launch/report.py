@@ -109,7 +109,9 @@ def _read(folder: Path, margin: float) -> _Runs:
                 runs.tables.update(_tables(name, found["tasks"], margin))
             else:
                 continue
-            runs.machines.setdefault(_in_words(found["machine"]), []).append(name)
+            machine = found["machine"].items()
+            told = (f"{key} {', '.join(of) if isinstance(of, list) else of}" for key, of in machine)
+            runs.machines.setdefault(", ".join(told), []).append(name)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             if getattr(error, "msg", "") == "Extra data" and '"machine"' not in text:
                 continue  # JSON lines, which are neither
@@ -136,11 +138,6 @@ def _tables(
     for title, made in given.items():
         if len(shown := made(tasks)) > 1:
             yield f"{title}: {name}", shown
-
-
-def _in_words(machine: Mapping[str, Any]) -> str:
-    lists = {key: ", ".join(of) for key, of in machine.items() if isinstance(of, list)}
-    return ", ".join(f"{key} {of}" for key, of in {**machine, **lists}.items())
 
 
 def _speed_rows(

@@ -74,8 +74,7 @@ class Plan:
         head = self.spec.draft.head
         at_once = self.spec.draft.pard_token is not None or isinstance(head, Block)
         assert self.verify_seconds is not None
-        rest = self.verify_seconds, alone.seconds
-        seconds = draft.seconds / (1 if at_once else k), *rest
+        seconds = draft.seconds / (1 if at_once else k), self.verify_seconds, alone.seconds
         times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
         mean = self.mean_accepted
         acceptance = roofline.acceptance_from(mean, k)

@@ -38,7 +38,6 @@ _ANY_VERSION = Parameter(
 # The engine has a Llama, but no Mistral, in JAX; without a sliding window they are one.
 DRAFTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-_WORKER = "fly_jax.integrations.vllm_tpu.runner.Worker"
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 # The config that this process has prepared last; requests are checked against it.
 _prepared: list[DecodingConfig] = []
@@ -202,7 +201,7 @@ def prepare(vllm_config: Any) -> None:
             "draft_model, or leave it out (the method ngram has its own in speculative_config)."
         )
     vllm_config.additional_config[KEY] = asked  # what a worker in another process reads
-    vllm_config.parallel_config.worker_cls = _WORKER
+    vllm_config.parallel_config.worker_cls = "fly_jax.integrations.vllm_tpu.runner.Worker"
     _prepared[:] = [config]
     keeps = f" The rule {config.rule} keeps tokens that the target refuses."
     _LOGGER.info("fly_jax: %s%s", found, keeps if config.is_loosened else "")

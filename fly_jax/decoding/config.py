@@ -361,7 +361,7 @@ def check_patterns(patterns: Iterable[str]) -> None:
 
 
 def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords in which a given `Sampling` or `Lookup` is replaced by its values."""
+    """Keywords with the values of a given `Sampling` or `Lookup`; None is as if not given."""
     kinds, found = {"sampling": Sampling, "lookup": Lookup}, dict[str, Any]()
     for name, value in given.items():
         if (kind := kinds.get(name)) is None or not isinstance(value, kind | None):

@@ -339,10 +339,10 @@ def load_pair(
         # Has no effect once something else has started JAX's backend.
         prepare_devices(spec, num_processes())
     devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
-    if devices.size > 1 and num_processes() > 1:  # of which each reads a copy of its own
-        target, *others = (identity(one.path)[:12] for one in (opened.target, *opened.drafts))
-        told = {"target": target, "draft": ", ".join(others)}
-        check_same({name: f"of digest {one}" for name, one in told.items()})
+    if devices.size > 1 and num_processes() > 1:  # each reads its own copy of the files
+        with joint_errors():
+            target, *others = [identity(one.path)[:12] for one in (opened.target, *opened.drafts)]
+        check_same({"target": f"of digest {target}", "draft": f"of digest {', '.join(others)}"})
     if devices.size == 1 and devices.devices.flat[0] != jax.local_devices()[0]:
         raise FlyJaxError(
             f"The mesh has one device, {devices.devices.flat[0]}, and a model on one lies on this "

@@ -50,7 +50,7 @@ class Generation:
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
       seconds: from the end of its prefill to the arrival of its last token; prefill of other
-        prompts meanwhile counts, and its own if the first round was there as soon.
+        prompts meanwhile counts, and so does its own where a round had ended before anyone looked.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundStatic.audits`.
       logprobs: of each token, if they are asked for.
@@ -138,7 +138,7 @@ class RequestState:
       num_reused: tokens of the prompt that another request had brought into the caches.
       submitted: when it was, by `time.perf_counter`, as for all that follow, which are None before.
       seated: when its prompt had been dispatched and it got a slot.
-      prefilled: when its prompt had been run, as far as the host has seen.
+      prefilled: when its prompt had been run, as far as the host has seen, else was begun.
       first_token: when it was read.
       finished: when its last token was read, or it was cancelled.
     """
@@ -226,8 +226,8 @@ class RequestState:
 
 def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: int) -> None:
     """Raises FlyJaxError for an engine without a slot or room for a request."""
-    sizes = num_slots, prefill_chunk, max_length - 1
-    if not all(isinstance(one, numbers.Integral) and one >= 1 for one in sizes):
+    sizes = (num_slots, 1), (prefill_chunk, 1), (max_length, 2)
+    if not all(isinstance(one, numbers.Integral) and one >= least for one, least in sizes):
         raise FlyJaxError(
             f"An engine was asked for with num_slots={num_slots}, prefill_chunk={prefill_chunk} and"
             f" max_length={max_length}; they must be whole numbers, the first two at least 1, and "
@@ -275,8 +275,8 @@ def check_request(
         raise FlyJaxError(
             f"A request has rule={rule!r}, max_new_tokens={request.max_new_tokens!r}, seed="
             f"{request.seed!r}, sampling={drawn!r} and protected_token_ids="
-            f"{request.protected_token_ids!r}; the rule is a Rule, such as Fly(), sampling None or "
-            "a Sampling with one number for each parameter, and all else whole: correct them."
+            f"{request.protected_token_ids!r}; rule must be a Rule, such as Fly(), sampling None "
+            "or a Sampling with one number for each parameter, and all others whole numbers."
         )
     if request.max_new_tokens < 1:
         raise FlyJaxError(

@@ -75,8 +75,8 @@ class Answers:
         for (task, item, _), record in self.records.items():
             if prompts.get((task, item), record["prompt"]) != record["prompt"]:
                 raise FlyJaxError(
-                    f"{self.path} has an answer to {task} {item} as other data have it; give the "
-                    "data that it was made with, or another --output."
+                    f"{self.path} has an answer to {task} {item}, which was another item in the "
+                    "data of that run; give those data, or another --output."
                 )
 
     def add(self, record: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.set_verbosity(logging.ERROR)  # what libraries say of their own work is not for users
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # whoever started it has closed it
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open(mode, errors="replace"))  # noqa: SIM115
     with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = EXIT_FAILED

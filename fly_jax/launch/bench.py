@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -78,8 +79,11 @@ def _run(values: _BenchFlags) -> None:
             check_picture(Path(values.picture))
     config = values.to_config(values)
     configs = decodings(values.decode, config, has_draft=values.has_draft)
-    longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
-    inputs = open_inputs(values, longest)
+
+    def longest() -> DecodingConfig:
+        return max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
+
+    inputs = open_inputs(values, longest())
     asked = configs if values.decode else {_name(config): config}
     for name, one in {**configs, **asked}.items():
         try:
@@ -87,7 +91,9 @@ def _run(values: _BenchFlags) -> None:
         except FlyJaxError:
             if name in asked:
                 raise
-            del configs[name]  # whose K nobody asked for, and a head's block is shorter
+            del configs[name]  # whose K nobody asked for
+            say(f"{name} is left out, since the draft cannot draft so.")
+    inputs = dataclasses.replace(inputs, config=longest())
     categories = [prompt.category for prompt in inputs.prompts]
     most = values.each or len(categories)
     kept = broadcast([at for at, one in enumerate(categories) if categories[:at].count(one) < most])

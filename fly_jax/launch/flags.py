@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.pair import Dtype
 
 _WIDTH = 96
-_NO_NUMBER = {
-    "invalid literal for int": "no whole number", "could not convert string to float": "no number"
-}  # fmt: skip
+_NO_NUMBER = {"invalid literal for int": "no whole number", "could not convert": "no number"}
 DTYPES = ("float32", "bfloat16", "int8")
 _Class = TypeVar("_Class")
 _Values = TypeVar("_Values")

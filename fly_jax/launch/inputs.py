@@ -76,8 +76,7 @@ def say(line: str) -> None:
 @contextlib.contextmanager
 def waiting(why: str) -> Iterator[None]:
     """Shows on a terminal, until it is done, what the user waits for."""
-    is_smart = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    shown = process_id() == 0 and is_smart
+    shown = process_id() == 0 and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if shown:
         print(f"{why} …", end="", file=sys.stderr, flush=True)
     try:

@@ -25,6 +25,8 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, ends_of_text, read_json
 
 _SPACE = "\u2581"
+# In tokenizer_config.json, of a GGUF file's conversion: added pieces cut a text, as in llama.cpp.
+CUTS_AT_ADDED = "cuts_at_added"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 # Halves of surrogate pairs, which no text has. Put inside a mark that a message spells out, they
 # keep it from being a mark. The first is taken out again; at the second the text is cut.
@@ -186,13 +188,14 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
     adds_bos, bos = settings.get("add_bos_token", True), special.get("bos_token")
-    vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos)
+    cuts = bool(settings.get(CUTS_AT_ADDED))
+    vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos, cuts_at_added=cuts)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     listed, older = settings.get("added_tokens_decoder"), folder / "added_tokens.json"
     decoded = listed.values() if isinstance(listed, Mapping) else ()
     names = [str(one.get("content")) for one in decoded if isinstance(one, Mapping)]
     for added in (*names, *(read_json(older) if older.exists() else ())):
-        if added != special.get("pad_token") and added not in ids:  # padding is never fed
+        if added not in (*ids, "<pad>", "[PAD]", special.get("pad_token")):  # never fed
             raise FlyJaxError(
                 f"{path if added in names else older} adds the token '{added}', which the "
                 "vocabulary beside it lacks; fly_jax "
@@ -233,7 +236,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
             )
 
 
-def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabulary:
+def _load_vocabulary(folder: Path, **given: Any) -> Vocabulary:
     """The vocabulary of a `tokenizer.json`, which says itself what is added, or of a `.model`."""
     path = folder / "tokenizer.json"
     if path.exists():
@@ -247,7 +250,7 @@ def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabu
     models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
     for path in models:
         if path.exists():
-            return _sentence_piece_vocabulary(path, adds_bos=adds_bos, bos=bos)
+            return _sentence_piece_vocabulary(path, **given)
     raise FlyJaxError(
         f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
         "copy it from the model's repository."
@@ -412,7 +415,7 @@ class SentencePieceVocabulary:
 
     def __init__(
         self, model: sentencepiece.SentencePieceProcessor, bos_token_id: int | None,
-        added: Iterable[str] = (),
+        added: Sequence[str] = (), *, cuts_at_added: bool = False,
     ) -> None:  # fmt: skip
         """Takes the library's model, the token that begins a prompt, if any, and added pieces."""
         self._model, self._bos = model, bos_token_id
@@ -423,17 +426,16 @@ class SentencePieceVocabulary:
             if model.is_control(index) or model.is_unknown(index) or model.is_unused(index)
         )
         self.controls = {self.names[index]: Control(index) for index in sorted(self.control_ids)}
-        named = tuple(added)
-        self.added = tuple(name.replace(_SPACE, " ") for name in named)
-        # The library puts a space in front of what follows one, and transformers behind it.
-        marks = (name for name in named if _SPACE not in name and name.strip())
+        self.added = tuple(name.replace(_SPACE, " ") for name in added)
+        # To llama.cpp what follows such a piece begins a text, with a space; not to the library.
+        marks = [one for one in self.added if cuts_at_added and len(one.strip()) > 1]
         self._marks = {name: Control(model.piece_to_id(name)) for name in marks}
         # Most models put a space in front of a text, and so strip one from its start.
-        self._strips_space = any(
-            model.decode([index]) != name.replace(_SPACE, " ")
-            for index, name in enumerate(self.names)
-            if name.startswith(_SPACE)
+        spaced = (
+            index for index, name in enumerate(self.names) if re.match("\u2581[^\u2581]", name)
         )
+        one = next((index for index in spaced if index not in self.control_ids), None)
+        self._strips_space = one is not None and not model.decode([one]).startswith(" ")
 
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
@@ -461,7 +463,7 @@ Vocabulary = JsonVocabulary | SentencePieceVocabulary
 
 
 def _sentence_piece_vocabulary(
-    path: Path, *, adds_bos: bool, bos: str | None
+    path: Path, *, adds_bos: bool, bos: str | None, cuts_at_added: bool
 ) -> SentencePieceVocabulary:
     """The vocabulary of a `.model`; `bos` is the piece that begins a prompt, None its own."""
     try:
@@ -474,7 +476,8 @@ def _sentence_piece_vocabulary(
     if bos is not None and model.piece_to_id(bos) != model.unk_id():
         begin = model.piece_to_id(bos)
     added = _user_defined(model.serialized_model_proto())
-    return SentencePieceVocabulary(model, begin if adds_bos and begin >= 0 else None, added)
+    first = begin if adds_bos and begin >= 0 else None
+    return SentencePieceVocabulary(model, first, added, cuts_at_added=cuts_at_added)
 
 
 def _user_defined(model: bytes) -> list[str]:

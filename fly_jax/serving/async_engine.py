@@ -153,7 +153,7 @@ class AsyncEngine:
 
         with self._lock:
             if self._thread is not None and self._refusal in (None, _DRAINED):
-                self._commands.put(stop)  # if it fails, the engine has
+                self._commands.put(stop)  # an error in it ends the engine
 
     async def drain(self) -> None:
         """Refuses further requests, and waits until the open ones are done."""

@@ -27,7 +27,7 @@ Json = Any
 HEARTBEAT_SECONDS = 30
 # Seconds that a process that is done, or has failed, waits for the others.
 _SHUTDOWN_SECONDS = 10
-_SLICE_MS, _LONGEST_SLICE_MS = 1000, 60_000
+_SLICE_MS, _LONGEST_SLICE_MS = 1000, 16_000
 _BLOCK = 1024
 
 _turns = itertools.count()
@@ -156,7 +156,7 @@ def _await(key: str) -> Json:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            slice_ms = min(2 * slice_ms, _LONGEST_SLICE_MS)  # JAX keeps something of each
+            slice_ms = min(2 * slice_ms, _LONGEST_SLICE_MS)  # JAX keeps a little of every one
 
 
 @contextlib.contextmanager

@@ -91,8 +91,8 @@ def verify_flat(
     request where that has one for each row; "rows" of the layout are flat positions.
 
     Args:
-      logits: the target's raw logits, at the draft positions, one at least (padding, if need be):
-        those that predict draft tokens.
+      logits: the target's raw logits, at the draft positions (those that predict draft tokens), of
+        which there must be one at least; pad where there is none.
         Without `bonus_tokens` each request has one more, after its last draft token.
       draft_tokens: at the same positions; the one after a request's last is not read.
       bonus_tokens: what follows a block that was kept whole, as the engine has drawn it; None if

@@ -19,8 +19,8 @@ REFUSED = {
         "is empty": Request([]),
         "shorten it, or raise max_length": Request([1] * 100),
         "max_new_tokens is 0": Request([1], 0),
-        "max_new_tokens=2.5, .*all else whole": Request([1], 2.5),  # type: ignore[arg-type]
-        "rule='fly', .*is a Rule": Request([1], rule="fly"),  # type: ignore[arg-type]
+        "max_new_tokens=2.5, .*all others whole": Request([1], 2.5),  # type: ignore[arg-type]
+        "rule='fly', .*must be a Rule": Request([1], rule="fly"),  # type: ignore[arg-type]
         "at least one character": Request([1], stop=["a", ""]),
         "a list of texts": Request([1], stop="abc"),
         r"stop is \[13\]": Request([1], stop=[13]),

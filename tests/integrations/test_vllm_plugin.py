@@ -19,8 +19,15 @@ import pytest
 
 from fly_jax import Budget, Exact, Fly, FlyJaxError, Margin, Sampling, per_row
 from fly_jax.integrations.vllm_tpu import plugin, startup
-from fly_jax.integrations.vllm_tpu.eagle3 import head_as_written
-from fly_jax.integrations.vllm_tpu.hooks import HOOKS, PACKAGES, PLATFORM, TRIED, hook, root
+from fly_jax.integrations.vllm_tpu.hooks import (
+    HOOKS,
+    PACKAGES,
+    PLATFORM,
+    TRIED,
+    head_as_written,
+    hook,
+    root,
+)  # fmt: skip
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import StartRefusedError, asked_for, decoding_config
 

@@ -166,9 +166,10 @@ def test_a_failure_reaches_everyone(
             monkeypatch.setattr(engine, fails, fail)
             if fails == "cancel":
                 running.cancel(streams[0])
-                assert await tokens_of(streams.pop(0)) is not None
+                assert await asyncio.wait_for(tokens_of(streams.pop(0)), 60) is not None
             for one in streams:
-                await refused(r"has failed.*the chip is gone", tokens_of(one))
+                waits = asyncio.wait_for(tokens_of(one), 60)
+                await refused(r"has failed.*the chip is gone", waits)
             await refused("the chip is gone", running.submit(Request([3])))
             error = await refused("the chip is gone", running.ended())
             assert isinstance(error.__cause__, RuntimeError)

@@ -6,10 +6,12 @@ published: that `vllm_jax` is what will be imported follows from their names alo
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
@@ -87,3 +89,33 @@ def checked_hooks(*, any_version: bool) -> str:
             for name in names.split():
                 hook(f"{module}:{name}")
     return f"{said}, with all that fly_jax needs; it was tried with {TRIED}."
+
+
+@contextlib.contextmanager
+def head_as_written(fields: object) -> Iterator[None]:
+    """Within it the engine takes the files of an EAGLE-3 head as speculators writes them.
+
+    Its loader knows the head's layer as "midlayer" alone, which speculators calls "layers.0"; and
+    its Llama gives the features of three layers of its own choice. `fields` are a head's
+    `config.json`, as vLLM has it, or that of any other draft, or None.
+    """
+    llama: Any = hook("models.jax.llama3:LlamaModel")
+    loader: Any = hook("models.jax.llama_eagle3:EagleLlama3WeightLoader")
+    choose, load = llama.get_eagle3_aux_hidden_state_layers, loader.load_weights
+    # As in vLLM on GPUs: the layers whose inputs are features.
+    named = getattr(fields, "eagle_aux_hidden_state_layer_ids", None)
+
+    def load_either(self: Any, model: Any, mappings: dict[str, str]) -> None:
+        other = {
+            name.replace("midlayer", "layers.*"): place.replace("layers.0", "layers.*")
+            for name, place in mappings.items()
+        }
+        load(self, model, mappings | other)
+
+    loader.load_weights = load_either
+    if named:
+        llama.get_eagle3_aux_hidden_state_layers = lambda _: tuple(named)
+    try:
+        yield
+    finally:
+        llama.get_eagle3_aux_hidden_state_layers, loader.load_weights = choose, load

@@ -21,8 +21,7 @@ from prometheus_client import REGISTRY, Counter
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.integrations.vllm_tpu.draft_model import SPLIT, Axis, DraftModelProposer
-from fly_jax.integrations.vllm_tpu.eagle3 import head_as_written
-from fly_jax.integrations.vllm_tpu.hooks import hook
+from fly_jax.integrations.vllm_tpu.hooks import head_as_written, hook
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
 from fly_jax.verification.correction_memory import load_memory

@@ -38,7 +38,13 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Source
-from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
+from fly_jax.models.tokenizer import (
+    CUTS_AT_ADDED,
+    JsonVocabulary,
+    SentencePieceVocabulary,
+    Tokenizer,
+    Vocabulary,
+)  # fmt: skip
 from fly_jax.sharding.rules import Layout
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -312,7 +318,8 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     elif kind == "llama":
         names, kinds = (file.needed(f"tokenizer.ggml.{one}") for one in ("tokens", "token_type"))
         added = [name for name, kind in zip(names, kinds, strict=True) if kind == _USER_DEFINED]
-        vocabulary = SentencePieceVocabulary(_sentence_piece(file), _begin(file), added)
+        model, begin = _sentence_piece(file), _begin(file)
+        vocabulary = SentencePieceVocabulary(model, begin, added, cuts_at_added=True)
     else:
         raise FlyJaxError(
             f"{file.path} has a tokenizer of kind '{kind}'; fly_jax knows gpt2 and llama: give the "
@@ -327,12 +334,13 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Writes the file's tokenizer into a folder, in Hugging Face's files."""
+    settings: dict[str, object] = {**_named(file), "add_bos_token": _begin(file) is not None}
     if file.needed("tokenizer.ggml.model") == "llama":
         model = _sentence_piece(file).serialized_model_proto()
         (folder / "tokenizer.model").write_bytes(model)
+        settings[CUTS_AT_ADDED] = True
     else:
         _byte_level(file).save(str(folder / "tokenizer.json"))
-    settings: dict[str, object] = {**_named(file), "add_bos_token": _begin(file) is not None}
     if file.values.get("tokenizer.chat_template") is not None:
         settings["chat_template"] = file.values.get("tokenizer.chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -21,7 +21,7 @@ _COMPILED = {"entropy", "entropy_top_k", "window"}
 # Logits divided by less than this overflow, so that only the largest could be drawn.
 _GREEDY_BELOW = 1e-4
 _GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-_LIKE = _GREEDY | {"lossy_threshold": 0.5}  # of rules whose numbers do not count
+_LIKE = _GREEDY | {"lossy_threshold": 0.5}  # for rules of which only the kind counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,9 +67,11 @@ def foreign_engine(spec: RoundSpec, pair: int, noise: float) -> list[Emitted]:
         logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)
         drawn = {"sampling": sampling, "draft_logits": proposal.logits, "key": verify_keys}
         kept = decide_alone(rule, logits, proposal.tokens, protected=PROTECTED, **drawn)
+        # At once: on the device each number that is taken out would be a program of its own.
+        kept, drafted = jax.device_get((kept, proposal.tokens))
         for row in sorted(live):
             count = int(kept.num_accepted[row])
-            new = [*proposal.tokens[row, :count].tolist(), int(kept.next_token[row])]
+            new = [*drafted[row, :count].tolist(), int(kept.next_token[row])]
             why = "".join("mr"[one] for one in kept.why[row, :count].tolist())
             emitted[row], ended = settled(emitted[row], new, why + "cb"[count == DRAFTED])
             text[row, length[row] : length[row] + len(new)] = new

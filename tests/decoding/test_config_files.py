@@ -70,9 +70,6 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
         assert ours >= 0.9 * max(of for name, of in speeds.items() if name.startswith(one.rule))
 
 
-FULL: dict[str, Any] = {"entropy": "full", "window": "reference"}
-
-
 @pytest.mark.parametrize(
     ("values", "k", "rules"),
     [
@@ -81,7 +78,7 @@ FULL: dict[str, Any] = {"entropy": "full", "window": "reference"}
         (MARGIN, 4, {"exact": Exact(), "fly": Fly(window_size=3), "margin": Budget(Margin(), 2)}),
         (MARGIN, 3, {"exact": Exact(), "margin": Budget(Margin(), 2)}),
         ({"rule": "margin", "draft_confidence": 0.5}, 15, OF_MARGIN),
-        ({"rule": "margin", **FULL}, 15, OF_MARGIN | {"fly": Fly(**FULL)}),
+        ({"rule": "margin", "entropy": "full"}, 15, OF_MARGIN | {"fly": Fly(entropy="full")}),
         ({"boundary": "defer"}, 6, {"exact": Exact(), "fly": Fly()}),
         ({"rule": "exact"}, 4, {"exact": Exact()}),
         ({"rule": "sampled", "truncate": "margin"}, 15, {"sampled": Exact(Margin())}),

@@ -173,9 +173,7 @@ def test_decodings_side_by_side(
     more = ["--num_speculative_tokens=3", "--turns=1"]
     few, said = ran("bench", *models[::2], "--draft=ngram", *given, *more)
     assert "exact, K = 15 is left out" in said
-    assert re.findall(r"\w+, K = \d+", few) == [
-        *(f"exact, K = {k}" for k in (3, 2, 4)), "fly, K = 3"
-    ]  # fmt: skip
+    assert re.findall(r"K = (\d+)", few) == ["3", "2", "4", "3"]
     monkeypatch.undo()
     given += ["--decode=autoregressive", "--decode=exact:4", "--decode=fly:4", "--each=1"]
     given += [f"--picture={picture}", "--turns=2"]

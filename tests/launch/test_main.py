@@ -49,9 +49,7 @@ def test_unknown_or_interrupted(monkeypatch: Patch, ran: Ran, refused: Refused) 
     assert ran(status=130).err == "\nInterrupted.\n"
 
 
-def test_an_error_goes_nowhere_else_where_standard_error_is_closed(
-    monkeypatch: Patch, ran: Ran
-) -> None:
+def test_a_closed_standard_error_is_no_output(monkeypatch: Patch, ran: Ran) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert ran("genrate", status=2).out == ""
     sys.stderr.close()

@@ -1,4 +1,4 @@
-"""The embedded pair's recipe: its tokenizer, its rows, and which parts the script trains.
+"""The embedded pair's recipe: its tokenizer and its rows.
 
 Its word problems are right, their splits are disjoint, and their wording is free.
 """
@@ -7,9 +7,7 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import jax
 import library_text
@@ -17,17 +15,13 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-import train as recipe
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_types import Captured, Patch
 from pair_rows import batches, token_rows
 from pair_tokenizer import train_tokenizer
-from tiny_pair import CONFIG
-from word_problems import NAMES, SUBJECTS, Split, generate_problem, problems, split_of
+from word_problems import NAMES, Split, generate_problem, problems, split_of
 
 from fly_jax.evaluation.problems import Problem, built_in_problems, extract_answer, is_correct
-from fly_jax.models.llama import Llama
 
 BEGIN, END = 1, 2
 
@@ -35,7 +29,6 @@ AWKWARD = ["", " ", "  two leading spaces and two trailing  ", "\tif x:\n\t\tret
 AWKWARD += ["\r\n windows \r\n", "    " * 9 + "deep", "naïve 日本語 😀 e\u0301 \u00a0"]
 AWKWARD += ["<s> and </s>, (?P<s>x), <pad><unk> <0x41>", "=" * 79 + "\n" + "-" * 40]
 AWKWARD += ["0123456789 12.5e-3 x86_64"]
-FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
 class Forms:
@@ -103,12 +96,6 @@ def test_transformers_reads_it(forms: Forms) -> None:
         assert loaded.decode(ids, skip_special_tokens=True) == text
 
 
-def test_training_is_reproducible(forms: Forms, tmp_path: Path) -> None:
-    train_tokenizer(tmp_path)
-    for name in FILES:
-        assert (tmp_path / name).read_bytes() == forms.path.with_name(name).read_bytes()
-
-
 def test_rows_are_deterministic_resume_anywhere_and_are_stacked(forms: Forms) -> None:
     given = {"tokenizer_path": forms.path, "row_length": 64}
     rows = list(itertools.islice(token_rows(**given, seed=7), 6))
@@ -137,93 +124,12 @@ def test_documents_are_kept_apart(forms: Forms) -> None:
         np.testing.assert_array_equal(row.weights == 0, row.tokens[1:] == BEGIN)
 
 
-def test_a_share_of_the_rows_starts_with_problems(forms: Forms) -> None:
-    rows = itertools.islice(token_rows(forms.path, 3, problem_share=0.7), 600)
-    problem = [forms.model.decode(row.tokens[1:4].tolist()).startswith("Problem:") for row in rows]
-    assert np.mean(problem) == pytest.approx(0.7, abs=0.06)
-
-
-def test_problems_are_whole_and_weighted(forms: Forms) -> None:
-    for row in itertools.islice(token_rows(forms.path, 4, problem_share=1.0), 100):
-        for segment in range(1, row.segments[-1] + 1):
-            inside = np.flatnonzero(row.segments == segment)
-            document = row.tokens[inside].tolist()
-            text = forms.model.decode(document)
-            assert segment > 1 or text.startswith("Problem: ")
-            if not text.startswith("Problem: "):
-                continue
-            assert extract_answer(text) is not None
-            pieces = [forms.model.id_to_piece(token) for token in document[1:]]
-            weights = row.weights[inside[1:] - 1]
-            solution, answer = pieces.index("Solution") + 2, pieces.index("Answer") + 2
-            assert set(weights[:solution].tolist()) == {np.float32(0.3)}
-            assert (pieces[-1], weights[-1]) == ("</s>", 1.0)
-            assert all(piece.isdigit() for piece in pieces[answer + 1 : -1])
-            assert (weights[answer + 1 : -1] == 3.0).all()
-            of_solution = zip(pieces[solution:answer], weights[solution:answer], strict=True)
-            for piece, weight in of_solution:
-                copied = piece.isdigit() or piece.lstrip("\u2581") in SUBJECTS
-                assert weight == (2.5 if copied else 1.0), piece
-
-
 def test_library_splits_share_no_document() -> None:
     splits = ("train", "development", "held_out")
     train, development, held_out = map(library_text.documents, splits)
     assert len(train) > 5 * len(held_out) > 5 * len(development) > 0
     assert not set(train) & set(held_out)
     assert max(map(len, train)) <= library_text.CHUNK_CHARACTERS
-
-
-@pytest.fixture
-def trained(monkeypatch: Patch) -> list[object]:
-    """What the script has trained; the training itself is faked."""
-    calls: list[object] = []
-
-    def fake_tokenizer(folder: Path, vocab_size: int) -> None:
-        assert vocab_size == recipe.VOCAB_SIZE
-        calls.append("tokenizer")
-        folder.mkdir(parents=True)
-        for name in FILES:
-            (folder / name).write_text(name)
-
-    def fake(one: recipe.PairRecipe, rows: Any, directory: Path) -> Llama:
-        (tokenizer_model, *_) = rows.args
-        assert tokenizer_model.read_text() == "tokenizer.model"
-        calls.append((one, directory.parent.name))
-        return Llama.random(CONFIG, jax.random.key(0))
-
-    monkeypatch.setattr(recipe, "train_tokenizer", fake_tokenizer)
-    monkeypatch.setattr(recipe, "train", fake)
-    return calls
-
-
-def test_everything_is_trained_or_one_model(trained: list[object], tmp_path: Path) -> None:
-    """With the tokenizer that is there."""
-    recipe.train_pair("all", tmp_path)
-    models = recipe.RECIPES
-    assert trained == ["tokenizer", (models["target"], "target"), (models["draft"], "draft")]
-    for model, name in itertools.product(models, FILES):
-        assert (tmp_path / model / "hf" / name).read_text() == name
-    recipe.train_pair("tokenizer", tmp_path / "own")
-    recipe.train_pair("draft", tmp_path / "own", num_steps=7)
-    assert trained[3] == "tokenizer"
-    ((one, name),) = trained[4:]
-    assert (name, one.config) == ("draft", models["draft"].config)
-    assert one.num_steps == one.last_step == 7
-
-
-def test_a_finished_model_is_left_as_it_is(
-    trained: list[object], tmp_path: Path, monkeypatch: Patch, capsys: Captured
-) -> None:
-    recipe.train_pair("draft", tmp_path)
-    number = len(trained)
-    monkeypatch.setattr(recipe, "steps_done", lambda _: recipe.RECIPES["draft"].last_step)
-    recipe.train_pair("draft", tmp_path)
-    assert len(trained) == number
-    assert "The draft has had its 1250 steps." in capsys.readouterr().err
-    (tmp_path / "draft" / "hf" / "tokenizer.json").unlink()  # it was ended before that was there
-    recipe.train_pair("draft", tmp_path)
-    assert len(trained) == number + 1
 
 
 SPLITS: tuple[Split, ...] = ("train", "development", "held_out")
@@ -272,23 +178,3 @@ def test_a_seed_gives_the_same_problems_of_its_split() -> None:
     # As it was when the embedded pair was trained: another split would leak its held-out problems.
     assert [split_of(key) for key in ("0", "1", "13")] == ["development", "train", "held_out"]
     assert built_in_problems() == take(8, seed=2511, split="held_out")
-
-
-def test_openings_of_sentences_are_drawn_evenly() -> None:
-    text = " ".join(problem.solution for problem in take(2000))
-    openings = Counter(re.findall(r" (\w+)(?: \w+)*, the answer to the problem", text))
-    assert len(openings) >= 5
-    assert max(openings.values()) < 3 * min(openings.values())
-
-
-def test_a_taste_prefers_some_wordings_and_changes_no_number() -> None:
-    plain = [generate_problem(random.Random(seed)) for seed in range(400)]
-    styled = [generate_problem(random.Random(seed), taste=7) for seed in range(400)]
-    numbers = [[(one.prompt, one.answer) for one in drawn] for drawn in (plain, styled)]
-    assert numbers[0] == numbers[1]
-
-    def favourite_share(drawn: list[Problem]) -> float:
-        openings = Counter(one.solution.split(".")[-2].split(",")[0] for one in drawn)
-        return openings.most_common(1)[0][1] / len(drawn)
-
-    assert favourite_share(styled) > 0.4 > 0.25 > favourite_share(plain)

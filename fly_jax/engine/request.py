@@ -235,8 +235,7 @@ def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: in
         )
     if max_length > context:
         raise FlyJaxError(
-            f"max_length is {max_length}; it must be at most {context}, the target's context: "
-            "lower it."
+            f"max_length is {max_length}; give at most {context}, the target's context."
         )
 
 

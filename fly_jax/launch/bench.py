@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -79,11 +80,8 @@ def _run(values: _BenchFlags) -> None:
             check_picture(Path(values.picture))
     config = values.to_config(values)
     configs = decodings(values.decode, config, has_draft=values.has_draft)
-
-    def longest() -> DecodingConfig:
-        return max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
-
-    inputs = open_inputs(values, longest())
+    longest = functools.partial(max, key=lambda one: one.drafting.max_speculative_tokens)
+    inputs = open_inputs(values, longest(configs.values()))
     asked = configs if values.decode else {_name(config): config}
     for name, one in {**configs, **asked}.items():
         try:
@@ -93,7 +91,7 @@ def _run(values: _BenchFlags) -> None:
                 raise
             del configs[name]  # whose K nobody asked for
             say(f"{name} is left out, since the draft cannot draft so.")
-    inputs = dataclasses.replace(inputs, config=longest())
+    inputs = dataclasses.replace(inputs, config=longest(configs.values()))
     categories = [prompt.category for prompt in inputs.prompts]
     most = values.each or len(categories)
     kept = broadcast([at for at, one in enumerate(categories) if categories[:at].count(one) < most])

@@ -401,7 +401,7 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
             "default": 0,
             "low": 0,
             "help": "longest n-gram that drafts are looked up by in the text so far, for the last "
-            "draft model, in front of a head, or alone; 0 for no lookup",
+            "draft model, in front of a head, or alone; 0 for none (8 with --draft ngram)",
         },
         "temperature": {
             "default": None,

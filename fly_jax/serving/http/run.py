@@ -98,7 +98,7 @@ async def serve(
 
     def heard(_: object) -> None:
         if service.state == "starting":
-            say("Stopping when the program that compiles is ready; a second signal stops at once.")
+            say("Stopping when what compiles is ready; a second signal stops at once.")
 
     stopping.add_done_callback(heard)
     try:

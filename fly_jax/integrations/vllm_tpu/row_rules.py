@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
@@ -104,6 +104,10 @@ class RowRules:
             return Exact()
 
 
-def sampling_of(given: Any) -> Sampling:
+def sampling_of(
+    temperature: Float[Array, " requests"],
+    top_k: Int[Array, " requests"],
+    top_p: Float[Array, " requests"],
+) -> Sampling:
     """The engine's numbers as a `Sampling`; the engine's temperature of a greedy request is -1."""
-    return Sampling(jnp.maximum(given.temperature, 0), jnp.maximum(given.top_k, 0), given.top_p)
+    return Sampling(jnp.maximum(temperature, 0), jnp.maximum(top_k, 0), top_p)

@@ -130,7 +130,7 @@ def kept_on(
     """Runs `verify_flat` on each device's requests; returns tokens, rescues, and budgets left."""
     sampling, budget = None, None
     if metadata.do_sampling:
-        sampling = sampling_of(metadata)
+        sampling = sampling_of(metadata.temperature, metadata.top_k, metadata.top_p)
     if step.rule.budget is not None:
         # A row without a slot has a budget of 0.
         before = budgets.at[step.slots].get(mode="fill", fill_value=0)

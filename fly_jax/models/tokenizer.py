@@ -25,8 +25,6 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, ends_of_text, read_json
 
 _SPACE = "\u2581"
-# In tokenizer_config.json, of a GGUF file's conversion: added pieces cut a text, as in llama.cpp.
-CUTS_AT_ADDED = "cuts_at_added"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 # Halves of surrogate pairs, which no text has. Put inside a mark that a message spells out, they
 # keep it from being a mark. The first is taken out again; at the second the text is cut.
@@ -188,14 +186,15 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
     adds_bos, bos = settings.get("add_bos_token", True), special.get("bos_token")
-    cuts = bool(settings.get(CUTS_AT_ADDED))
+    cuts = bool(settings.get("cuts_at_added"))  # of what was a GGUF file
     vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos, cuts_at_added=cuts)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     listed, older = settings.get("added_tokens_decoder"), folder / "added_tokens.json"
     decoded = listed.values() if isinstance(listed, Mapping) else ()
     names = [str(one.get("content")) for one in decoded if isinstance(one, Mapping)]
     for added in (*names, *(read_json(older) if older.exists() else ())):
-        if added not in (*ids, "<pad>", "[PAD]", special.get("pad_token")):  # never fed
+        is_padding = added in ("<pad>", "[PAD]", special.get("pad_token"))  # which is never fed
+        if added not in ids and not is_padding:
             raise FlyJaxError(
                 f"{path if added in names else older} adds the token '{added}', which the "
                 "vocabulary beside it lacks; fly_jax "

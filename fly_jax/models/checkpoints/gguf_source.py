@@ -38,13 +38,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Source
-from fly_jax.models.tokenizer import (
-    CUTS_AT_ADDED,
-    JsonVocabulary,
-    SentencePieceVocabulary,
-    Tokenizer,
-    Vocabulary,
-)  # fmt: skip
+from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -338,7 +332,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if file.needed("tokenizer.ggml.model") == "llama":
         model = _sentence_piece(file).serialized_model_proto()
         (folder / "tokenizer.model").write_bytes(model)
-        settings[CUTS_AT_ADDED] = True
+        settings["cuts_at_added"] = True  # added pieces cut a text, as in llama.cpp
     else:
         _byte_level(file).save(str(folder / "tokenizer.json"))
     if file.values.get("tokenizer.chat_template") is not None:

@@ -22,7 +22,7 @@ from fly_jax.decoding.config import (
 )
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.head_draft import BlockDraft, HeadDraft
-from fly_jax.decoding.drafters.lookup import HybridDraft, Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
@@ -508,13 +508,13 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         elif config.head is not None:
             kind = HeadDraft
         elif config.pard_token is not None:
-            kind, given["rests"] = ParallelDraft, lags or rests or static.lookup is not None
+            kind, given["rests"] = ParallelDraft, lags or rests
         else:
             given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
+        if kind is not DraftModel:
+            given["in_front"] = static.lookup
         given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}
-        made = kind(model.parameters(), **given)
-        in_front = static.lookup if kind is not DraftModel else None
-        drafter = made if in_front is None else HybridDraft(made, in_front, model.layout)
+        drafter = kind(model.parameters(), **given)
     return drafter
 
 

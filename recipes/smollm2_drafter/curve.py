@@ -57,6 +57,7 @@ _SHARDS = flags.DEFINE_integer("shards", 1, "files of answers")
 _ANSWER_TOKENS = flags.DEFINE_list("answer_tokens", ["500000"], "tokens learned from, 0 for all")
 _TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 8192, "of training")
 _PASSES = flags.DEFINE_float("passes", 2.0, "times that all texts are read")
+_BEGUN = flags.DEFINE_string("begun", None, "folder of a head that an eagle3 goes on from")
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "of a PARD drafter or a DSpark head")
 
 # Prompts are padded to these, so that few programs are compiled; longer ones are left out.
@@ -214,6 +215,14 @@ def _learned(heard: dict[int, Expected], number: int, answer_tokens: int) -> lis
     return found
 
 
+def _begun() -> Parameters | None:
+    """The parameters of the head that the training goes on from."""
+    if _BEGUN.value is None:
+        return None
+    (head,) = load_pair(_TEACHER.value, _BEGUN.value, dtype="float32").drafts
+    return head.stacked().parameters()
+
+
 def _train(kind: str) -> None:
     directory = Path(_DIRECTORY.value)
     models, pair = open_pair(_TEACHER.value), load_pair(_TEACHER.value, dtype=_DTYPE.value)
@@ -226,7 +235,14 @@ def _train(kind: str) -> None:
         number = min(_MOST_HELD_OUT, len(documents) // 2)
         held_out, learned = documents[:number], documents[number:]
         known, share = expectations.frequent_tokens(learned, config.vocab_size, _KNOWN)
+        begun = _begun()
+        if begun is not None:  # it goes on with the tokens that it knows
+            known = np.argsort(begun["token_rows"])[: begun["unembedding"].shape[1]]
+            said = np.concatenate([one.tokens[one.num_prompt :] for one in learned])
+            share = float(np.isin(said, known).mean())
         own, start = heads.beginning(kind, pair.target, known, num_layers=_LAYERS.value)
+        if begun is not None:
+            start = start._replace(trained={name: begun[name] for name in start.trained})
         read = sum(len(one.tokens) for one in learned)
         steps = max(int(read * _PASSES.value / _TOKENS_PER_STEP.value), 10)
         recipe = heads.recipe_of(

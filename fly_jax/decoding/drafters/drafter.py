@@ -69,6 +69,13 @@ class Terms:
         return sample_at(logits, self.sampling, self.keys, positions, layout)
 
 
+def top_probability(logits: Logits) -> Float32[Array, "rows positions"]:
+    """The probability of each position's most probable token."""
+    logits = logits.astype(jnp.float32)
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return 1 / jnp.sum(jnp.exp(logits - best), axis=-1)
+
+
 PLAIN = Terms()  # K of every row, nothing drawn
 
 

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms, top_probability
 from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache, held_caches
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
-from fly_jax.verification.data import STATIC
+from fly_jax.verification.data import STATIC, column
 from fly_jax.verification.rules import Verdict
 
-# The last token, all of the draft and its logits; what is fed next; the slots.
-_Carry = tuple[tuple[Array, Array, Array | None], Array, KVCache]
+# The last token, all of the draft, its logits and where copies begin; what is fed next; the slots.
+_Carry = tuple[tuple[Array, Array, Array | None, Array], Array, KVCache]
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,7 @@ class HeadDrafter(LlamaDrafter):
 
     resumes = True
     needs_hidden = True
-    of_proposing = ("num_speculative_tokens", "lags", "least_confidence")
+    of_proposing = ("num_speculative_tokens", "lags", "least_confidence", "in_front")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -151,32 +151,47 @@ class HeadDraft(HeadDrafter):
         if terms.sampling is not None:
             scores = jnp.zeros((rows, num_speculative_tokens, self.config.vocab_size), jnp.float32)
 
+        takeover = self._takeover(text, length, num_speculative_tokens, terms)
+        wanted = terms.of_each(length, num_speculative_tokens)
+        left = jnp.full_like(length, num_speculative_tokens)
+
         def choose(
-            at: int | Index, hidden: Array, drafted: Array, scores: Array | None
-        ) -> tuple[Array, Array, Array | None]:
+            at: int | Index, hidden: Array, drafted: Array, scores: Array | None, left: Array
+        ) -> tuple[Array, Array, Array | None, Array]:
             """The token of each row, and the draft and the scores with it."""
             logits = head.logits(hidden)
             token = terms.choose(logits, length[:, None] + at, self.layout)
+            if takeover is not None:
+                token = jnp.where(column(left < at), drafted[:, at][:, None], token)
             drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
+            if takeover is not None:
+                rate = top_probability(logits)[:, 0]
+                drafted, left = takeover.at(at, drafted, rate, left)
             if scores is not None:
                 scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
-            return token, drafted, scores
+            return drafted[:, at][:, None], drafted, scores, left
 
         def draft_one(index: Index, carry: _Carry) -> _Carry:
-            (token, drafted, scores), fed, cache = carry
+            (token, drafted, scores, left), fed, cache = carry
             cache = cache.with_length(length - 2 + index)
             hidden, fed, new = head.run(token, fed, cache)
-            return choose(index, hidden, drafted, scores), fed, cache.written(new, self.layout)
+            chosen = choose(index, hidden, drafted, scores, left)
+            return chosen, fed, cache.written(new, self.layout)
 
         most = terms.most(num_speculative_tokens)
-        carry: _Carry = (choose(0, hidden, drafted, scores), fed, cache)
-        (_, drafted, scores), _, cache = jax.lax.fori_loop(1, most, draft_one, carry)
-        draft = Draft(
-            tokens=drafted,
-            logits=scores,
-            num_drafted=terms.of_each(length, num_speculative_tokens),
-            num_passes=(num_passes + jnp.maximum(most, 1)).astype(jnp.int32)[None],
-        )
+        carry: _Carry = (choose(0, hidden, drafted, scores, left), fed, cache)
+        if takeover is None:
+            carry = jax.lax.fori_loop(1, most, draft_one, carry)
+        else:  # it ends where every row has its draft
+            most, carry = jax.lax.while_loop(
+                lambda given: jnp.any(jnp.minimum(wanted, given[1][0][3]) > given[0]),
+                lambda given: (given[0] + 1, draft_one(*given)),
+                (jnp.int32(1), carry),
+            )
+        (_, drafted, scores, left), _, cache = carry
+        num_passes = (num_passes + jnp.maximum(most, 1)).astype(jnp.int32)
+        draft = Draft(drafted, scores, wanted, num_passes[None])
+        draft = draft if takeover is None else takeover.ended(draft, left)
         known = length - 1
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
 
@@ -286,16 +301,20 @@ class BlockDraft(HeadDrafter):
                 count = jnp.sum(jnp.cumprod(is_sure, axis=1, dtype=jnp.int32), axis=1)
             rest = ((0, 0), (0, num_speculative_tokens - width))
             scores = None if terms.sampling is None else jnp.pad(logits, (*rest, (0, 0)))
-            return Draft(jnp.pad(tokens, rest), scores, count, jnp.ones(1, jnp.int32))
+            rates = None if self.in_front is None else jnp.pad(top_probability(logits), rest)
+            return Draft(jnp.pad(tokens, rest), scores, count, jnp.ones(1, jnp.int32), rates)
 
         if terms.wanted is None:
-            return draft(), cache
-        nothing = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft)
-        )
-        found = jax.lax.cond(jnp.any(terms.wanted > 0), draft, lambda: nothing)
-        count = jnp.minimum(found.num_drafted, terms.wanted)
-        return dataclasses.replace(found, num_drafted=count), cache
+            found = draft()
+        else:
+            nothing = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft)
+            )
+            found = jax.lax.cond(jnp.any(terms.wanted > 0), draft, lambda: nothing)
+            count = jnp.minimum(found.num_drafted, terms.wanted)
+            found = dataclasses.replace(found, num_drafted=count)
+        takeover = self._takeover(text, length, num_speculative_tokens, terms)
+        return found if takeover is None else takeover.over(found), cache
 
     def keep(self, state: KVCache, start: RowInts, hidden: Features | None) -> KVCache:
         """Keeps the keys and values of a pass's features, from each row's start on."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import Any, Literal, Self, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,8 @@ from jaxtyping import Array, Int
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
-from fly_jax.shapes import Hidden, Index, RowFlags, RowFloats, RowInts, Text, Tokens
-from fly_jax.sharding.rules import Layout
-from fly_jax.verification.data import STATIC, column, taken
-from fly_jax.verification.rules import Verdict
+from fly_jax.shapes import DraftTokens, Index, RowFloats, RowInts, Text
+from fly_jax.verification.data import column, taken
 
 Match = Literal["earliest", "latest"]
 # The share of tokens behind 1, 2, … matching tokens that the target keeps; the last is for more.
@@ -25,9 +22,6 @@ _RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
 _RATES_OF_EARLIER = (0.18, 0.35, 0.35, 0.4, 0.48, 0.48, 0.55, 0.65)  # in earlier answers
 # Each length is looked for by operations of its own.
 _LONGEST_NGRAM = 64
-# What a drafter behind has shown counts half after so many more drafts; it begins as if half of a
-# few tokens had been kept, which one matching token promises less than, and two promise more.
-_HALF_LIFE, _PRIOR_TOKENS, _PRIOR_RATE = 16.0, 4.0, 0.5
 
 
 @jax.tree_util.register_static
@@ -130,120 +124,64 @@ def look_up(
     return tokens, jnp.where(matching > 0, available, 0).astype(jnp.int32), matching, best
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HybridState:
-    """The other drafter's state, and how it has fared in each row."""
+class Takeover:
+    """A lookup in front of a drafter: it goes on with a row's draft where it promises more.
 
-    own: Any
-    kept: RowFloats  # its draft tokens that were kept
-    ended: RowFloats  # its drafts that ended before as many were kept as it had been asked for
-    asked: RowInts  # what it was asked for last: 0 where the lookup was, negative if not just now
+    At each place it looks for what stands before the place, the tokens drafted so far included.
+    From the first place on where tokens behind such a match are kept more often than the drafter's
+    own token is probable, the draft is what follows the match. SuffixDecoding's hybrid chooses
+    once a draft. Nothing here depends on the token that is drawn for the place itself, so a
+    lossless rule stays lossless.
 
-
-def _unrecorded(own: Any, asked: RowInts) -> HybridState:
-    tokens = jnp.full(asked.shape, _PRIOR_TOKENS, jnp.float32)
-    return HybridState(own, tokens * _PRIOR_RATE, tokens * (1 - _PRIOR_RATE), asked)
-
-
-def _of(path: str) -> Any:
-    return property(operator.attrgetter(path))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HybridDraft(Drafter):
-    """A lookup's draft in the rows where it promises more than `own`'s, which is not asked there.
-
-    SuffixDecoding's hybrid weighs the two likewise. No draft depends on anything but settled text
-    and what was kept of drafts before, so a lossless rule stays lossless.
+    Attributes:
+      wanted: tokens wanted of each row; the match must be followed by as many as are left of them.
     """
 
-    own: Drafter
-    lookup: Lookup = dataclasses.field(metadata=STATIC)
-    layout: Layout | None = dataclasses.field(metadata=STATIC)  # of the other's model
+    lookup: Lookup
+    text: Text
+    length: RowInts
+    wanted: RowInts
+    terms: Terms
 
-    adapts = True
-    num_speculative_tokens = _of("own.num_speculative_tokens")
-    num_models = _of("own.num_models")
-    most_tokens = _of("own.most_tokens")
-    may_fall_short = _of("own.may_fall_short")
-    rests = _of("own.rests")
-    resumes = _of("own.resumes")
-    unseen = _of("own.unseen")
-    needs_hidden = _of("own.needs_hidden")
-    hidden_layers = _of("own.hidden_layers")
-    room = _of("own.room")
-    num_earlier_tokens = _of("lookup.num_earlier_tokens")
+    def at(
+        self, place: int | Index, tokens: DraftTokens, rate: RowFloats, left: RowInts
+    ) -> tuple[DraftTokens, RowInts]:
+        """The draft and `left`, the place from which each row's is copied (K where none is).
 
-    def at_rest(self) -> Self:
-        """A copy of which neither drafter proposes."""
-        return dataclasses.replace(self, own=self.own.at_rest(), lookup=Lookup())
-
-    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HybridState:
-        """A state of rows in which nothing was drafted."""
-        return _unrecorded(self.own.init(rows, capacity, dtype), jnp.ones(rows, jnp.int32))
-
-    def prefill(
-        self, state: HybridState, tokens: Tokens, start: Index, hidden: Hidden | None
-    ) -> HybridState:
-        """Takes in a piece of the prompts; what rows began like has nothing to say of theirs."""
-        own = self.own.prefill(state.own, tokens, start, hidden)
-        return _unrecorded(own, jnp.ones_like(state.asked))
-
-    def propose(
-        self, state: HybridState, text: Text, length: RowInts, num_speculative_tokens: int,
-        terms: Terms = PLAIN,
-    ) -> tuple[Draft, HybridState]:  # fmt: skip
-        """Proposes what follows the match, or asks the other drafter, row by row."""
-        k, wanted = num_speculative_tokens, terms.of_each(length, num_speculative_tokens)
-        found, _ = self.lookup.propose((), text, length, k, terms)
+        Args:
+          tokens: the draft, in which the tokens up to this place count.
+          rate: the probability of each row's token at this place, to its drafter.
+        """
+        places, length = jnp.arange(tokens.shape[1], dtype=jnp.int32), self.length + place
+        positions = column(self.length) + places
+        text = self.text.at[jnp.arange(len(length))[:, None], positions].set(tokens)
+        rest = dataclasses.replace(self.terms, wanted=self.wanted - place)
+        found, _ = self.lookup.propose((), text, length, tokens.shape[1], rest)
         assert found.rates is not None
-        rate = column(state.kept / (state.kept + state.ended))
-        most = self.own.most_tokens or k
-        rate = jnp.where(jnp.arange(k) < most, rate, 0)
-        rates = jnp.stack((found.rates, rate))
-        promised = jnp.cumprod(jnp.where(jnp.arange(k) < column(wanted), rates, 0), axis=-1)
-        better = jnp.sum(promised[0], axis=-1) > jnp.sum(promised[1], axis=-1)
-        looked = better & (found.num_drafted == wanted) & (wanted > 0)
-        asked = jnp.where(looked, 0, wanted)
-        others = dataclasses.replace(terms, wanted=asked)
-        draft, own = self.own.propose(state.own, text, length, k, others)
-        is_found, logits = column(looked), draft.logits
+        is_whole = (found.num_drafted == rest.wanted) & (place < jnp.minimum(self.wanted, left))
+        takes = is_whole & (found.rates[:, 0] > rate)
+        copied = jnp.roll(found.tokens, place, axis=1)
+        tokens = jnp.where(column(takes) & (places >= place), copied, tokens)
+        return tokens, jnp.where(takes, place, left)
+
+    def over(self, draft: Draft) -> Draft:
+        """A whole draft, taken over from where its tokens are less probable, or where it ends."""
+        assert draft.rates is not None
+        places = jnp.arange(draft.tokens.shape[1])
+        rates = jnp.where(places < column(draft.num_drafted), draft.rates, 0)
+        start = draft.tokens, jnp.full_like(self.length, len(places))
+        tokens, left = jax.lax.fori_loop(
+            0, len(places), lambda at, given: self.at(at, given[0], rates[:, at], given[1]), start
+        )
+        return self.ended(dataclasses.replace(draft, tokens=tokens, rates=None), left)
+
+    def ended(self, draft: Draft, left: RowInts) -> Draft:
+        """The draft with the scores and the number of tokens that the copied ones have."""
+        count, logits = jnp.where(left < self.wanted, self.wanted, draft.num_drafted), draft.logits
         if logits is not None:  # as if drawn from what is certain
-            is_it = found.tokens[..., None] == jnp.arange(logits.shape[-1])
-            logits = jnp.where(is_found[..., None], jnp.where(is_it, 0, -jnp.inf), logits)
-        draft = dataclasses.replace(
-            draft, tokens=jnp.where(is_found, found.tokens, draft.tokens), logits=logits,
-            num_drafted=jnp.where(looked, wanted, draft.num_drafted),
-        )  # fmt: skip
-        asked = jnp.where(wanted > 0, jnp.minimum(asked, most), -jnp.abs(state.asked))
-        return draft, dataclasses.replace(state, own=own, asked=self._whole(asked))
-
-    def observe(
-        self, state: HybridState, verdict: Verdict, hidden: Hidden | None, *,
-        draft: Draft, live: RowFlags,
-    ) -> HybridState:  # fmt: skip
-        """Counts the fate of the other drafter's tokens, and lets it learn."""
-        own = self.own.observe(state.own, verdict, hidden, draft=draft, live=live)
-        counts = live & (state.asked > 0)
-        faded = 0.5 ** (1 / _HALF_LIFE)
-
-        def counted(before: RowFloats, more: RowInts | RowFlags) -> RowFloats:
-            return self._whole(jnp.where(counts, before * faded + more, before))
-
-        kept = counted(state.kept, verdict.num_accepted)
-        ended = counted(state.ended, verdict.num_accepted < state.asked)
-        return dataclasses.replace(state, own=own, kept=kept, ended=ended)
-
-    def _whole(self, rows: Any) -> Any:
-        """The numbers whole on every device: another placement would be another program."""
-        return rows if self.layout is None else self.layout.constrain(rows, (None,))
-
-    def passes_behind(self, state: HybridState, length: RowInts, live: RowFlags) -> Index:
-        """Counts the other drafter's passes, for rows in which it is asked."""
-        return self.own.passes_behind(state.own, length, live & (state.asked != 0))
-
-    def keep(self, state: HybridState, start: RowInts, hidden: Hidden | None) -> HybridState:
-        """Hands on what a draft model above has computed."""
-        return dataclasses.replace(state, own=self.own.keep(state.own, start, hidden))
+            is_copied = jnp.arange(draft.tokens.shape[1]) >= column(left)
+            is_it = draft.tokens[..., None] == jnp.arange(logits.shape[-1])
+            certain = jnp.where(is_it, 0, -jnp.inf)
+            logits = jnp.where(is_copied[..., None], certain, logits)
+        return dataclasses.replace(draft, num_drafted=count, logits=logits)

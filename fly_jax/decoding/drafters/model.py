@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms, top_probability
+from fly_jax.decoding.drafters.lookup import Lookup, Takeover
 from fly_jax.decoding.state import map_lengths
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
@@ -35,7 +36,7 @@ _CATCH_UP_BELOW = 4
 CATCH_UP_AFTER = 16
 
 _Carry = TypeVar("_Carry")
-_Drafted = tuple[KVCache, Tokens, Logits | None]
+_Drafted = tuple[KVCache, Tokens, Logits | None, Array | None]
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +75,8 @@ class _Passed(NamedTuple):
 class LlamaDrafter(Drafter):
     """A drafter that is a Llama, made of the result of `Llama.parameters`.
 
-    One that `lags` lies below a draft model, and so is asked only now and then.
+    One that `lags` lies below a draft model, and so is asked only now and then. A head and a
+    drafter of one pass may have a lookup `in_front` of them.
     """
 
     parameters: Parameters
@@ -82,8 +84,24 @@ class LlamaDrafter(Drafter):
     layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata=STATIC)
     num_speculative_tokens: int = dataclasses.field(default=1, kw_only=True, metadata=STATIC)
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
+    in_front: Lookup | None = dataclasses.field(default=None, kw_only=True, metadata=STATIC)
 
     num_models = 1
+
+    @property
+    def num_earlier_tokens(self) -> int:  # type: ignore[override]
+        """The tokens of earlier answers in which a lookup in front looks."""
+        return 0 if self.in_front is None else self.in_front.num_earlier_tokens
+
+    @property
+    def adapts(self) -> bool:  # type: ignore[override]
+        """The passes of a head end once the lookup goes on with the drafts of all rows."""
+        return self.in_front is not None
+
+    def _takeover(self, text: Text, length: RowInts, k: int, terms: Terms) -> Takeover | None:
+        if self.in_front is None:
+            return None
+        return Takeover(self.in_front, text, length, terms.of_each(length, k), terms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +114,7 @@ class ModelDrafter(LlamaDrafter):
 
     rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
-    of_proposing = ("num_speculative_tokens", "margin", "lags", "rests")
+    of_proposing = ("num_speculative_tokens", "margin", "lags", "rests", "in_front")
 
     @property
     def _model(self) -> Llama:
@@ -452,18 +470,21 @@ class ParallelDraft(ModelDrafter):
         ahead = jnp.arange(num_speculative_tokens, dtype=jnp.int32)
 
         def draft(given: _Drafted) -> _Drafted:
-            cache, _, logits = given
+            cache, _, logits, rates = given
             at = start[:, None] + jnp.arange(width + num_speculative_tokens - 1, dtype=jnp.int32)
             tokens = slice_rows(text, start, at.shape[1])
             tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
             hidden, cache = model.extend(tokens, cache.with_length(start))
             found = model.logits(taken(hidden, (length - 1 - start)[:, None] + ahead))
             tokens = terms.choose(found, length[:, None] + ahead, self.layout)
-            return cache, tokens, None if logits is None else found
+            rates = None if rates is None else top_probability(found)
+            return cache, tokens, None if logits is None else found, rates
 
         shape = len(length), num_speculative_tokens
         logits = None if terms.sampling is None else jnp.zeros((*shape, self.config.vocab_size))
-        given = cache, jnp.zeros(shape, jnp.int32), logits
+        takeover = self._takeover(text, length, num_speculative_tokens, terms)
+        rates = None if takeover is None else jnp.zeros(shape)
+        given = cache, jnp.zeros(shape, jnp.int32), logits, rates
         wanted = terms.of_each(length, num_speculative_tokens)
         if self.rests:
             is_asked, known = wanted > 0, cache.length
@@ -475,10 +496,10 @@ class ParallelDraft(ModelDrafter):
             num_passes, held = fed + jnp.any(is_asked), jnp.where(is_asked, length, known)
         else:
             given = draft(given)
-        cache, tokens, logits = given
-        return Draft(tokens, logits, wanted, num_passes[None]), ModelState(
-            cache.with_length(held), None
-        )
+        cache, tokens, logits, rates = given
+        made = Draft(tokens, logits, wanted, num_passes[None], rates)
+        made = made if takeover is None else takeover.over(made)
+        return made, ModelState(cache.with_length(held), None)
 
 
 def caught_up(

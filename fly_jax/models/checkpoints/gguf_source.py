@@ -52,20 +52,8 @@ _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 _END_NAMES = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 
 
-def gguf_config(file: GgufFile) -> LlamaConfig:
-    """The configuration in the metadata; FlyJaxError for an unknown family or a wrong key."""
-    try:
-        return _config(file)
-    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
-        if isinstance(error, FlyJaxError):
-            raise
-        raise FlyJaxError(
-            f"{file.path} has metadata of the wrong kind ({error}); download the file again, or "
-            "convert the model anew."
-        ) from error
-
-
 def _config(file: GgufFile) -> LlamaConfig:
+    """The configuration in the metadata; FlyJaxError for an unknown family or a wrong key."""
     if int(file.values.get("split.count", 1)) > 1:
         raise FlyJaxError(
             f"{file.path} is one of {file.values['split.count']} files of a model; fly_jax reads "
@@ -167,7 +155,15 @@ class GgufSource:
     def __init__(self, file: GgufFile) -> None:
         """Checks the file without reading a weight; FlyJaxError for a wrong key or tensor."""
         self.file = file
-        self.config = gguf_config(file)
+        try:
+            self.config = _config(file)
+        except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+            if isinstance(error, FlyJaxError):
+                raise
+            raise FlyJaxError(
+                f"{file.path} has metadata of the wrong kind ({error}); download the file again, "
+                "or convert the model anew."
+            ) from error
         # The file's own word: there a Mistral is a llama.
         self._has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
         self.config.check_layers(len(file.tensors))

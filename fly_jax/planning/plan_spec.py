@@ -169,12 +169,6 @@ class PlanSpec:
         return draft_passes(self.drafts, self.num_speculative_tokens, level_tokens, accepted)
 
     @property
-    def draft_workload(self) -> Workload:
-        """The workload of the draft model, with the type of its matrices."""
-        workload = self.workload
-        return dataclasses.replace(workload, matrices=self.self_draft or workload.matrices)
-
-    @property
     def prefilled(self) -> int:
         """Tokens of each prompt."""
         return self.context - 1 if self.prompt_length is None else self.prompt_length

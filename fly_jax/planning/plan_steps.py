@@ -211,8 +211,10 @@ def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, in
 
 def models_of(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, ...]:
     """The layout, shape and workload (rows, positions, matrices) of target and drafts."""
-    drafts = ((layouts.draft, one, spec.draft_workload) for one in spec.drafts)
-    return ((layouts.target, spec.target, spec.workload), *drafts)
+    workload = spec.workload
+    drafting = dataclasses.replace(workload, matrices=spec.self_draft or workload.matrices)
+    drafts = ((layouts.draft, one, drafting) for one in spec.drafts)
+    return ((layouts.target, spec.target, workload), *drafts)
 
 
 def matrices_of(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:

@@ -167,15 +167,11 @@ class ConvertedSource:
 def _check_files(folder: Path, files: dict[str, int]) -> None:
     for name, size in files.items():
         path = folder / name
-        if not path.is_file():
+        there = path.stat().st_size if path.is_file() else None
+        if there != size:
+            found = "does not exist" if there is None else f"has {there} bytes"
             raise FlyJaxError(
-                f"{path} does not exist, but {RECORD} names it; the checkpoint needs all of its "
-                f"files: copy this one again, or {_AGAIN}."
-            )
-        if path.stat().st_size != size:
-            raise FlyJaxError(
-                f"{path} has {path.stat().st_size} bytes and {RECORD} says {size}; copy the file "
-                f"again, or {_AGAIN}."
+                f"{path} {found}, and {RECORD} says {size} bytes; copy it again, or {_AGAIN}."
             )
 
 

@@ -70,11 +70,10 @@ class Awq:
     """The packing of AWQ's "gemm": 4-bit integers with zero points, eight outputs in one int32."""
 
     group: int
-    name: str = "awq"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """The weights and zero points in words of eight outputs, and the scales of groups."""
-        words, groups = _whole(outputs, 8, self.name), _whole(inputs, self.group, self.name)
+        words, groups = _whole(outputs, 8, "awq"), _whole(inputs, self.group, "awq")
         return {
             "qweight": StoredPart(((inputs, words),), ("I32",)),
             "qzeros": StoredPart(((groups, words),), ("I32",)),
@@ -98,18 +97,17 @@ class Gptq:
     """The packing of GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several in one int32."""
 
     bits: int
-    group: int  # inputs that share a scale; -1 for all of them
+    group: int | None  # inputs that share a scale; None for all of them
     is_ordered: bool  # the checkpoint names each input's group
     zero_offset: int  # added to zero points: one, but in `gptq_v2`
-    name: str = "gptq"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """The weights in words along inputs, zero points along outputs, scales, inputs' groups."""
         per_word = _WORD // self.bits
-        groups = -(-inputs // self._group(inputs))
+        groups = -(-inputs // (self.group or inputs))
         return {
-            "qweight": StoredPart(((_whole(inputs, per_word, self.name), outputs),), ("I32",)),
-            "qzeros": StoredPart(((groups, _whole(outputs, per_word, self.name)),), ("I32",)),
+            "qweight": StoredPart(((_whole(inputs, per_word, "gptq"), outputs),), ("I32",)),
+            "qzeros": StoredPart(((groups, _whole(outputs, per_word, "gptq")),), ("I32",)),
             "scales": StoredPart(((groups, outputs),), _FLOATS),
             "g_idx": StoredPart(((inputs,),), ("I32",), is_optional=not self.is_ordered),
         }
@@ -118,11 +116,8 @@ class Gptq:
         """Unpacks the words, and scales them by the inputs' groups."""
         matrix = _unpacked(parts["qweight"].T, self.bits)
         zeros = _unpacked(parts["qzeros"], self.bits) + self.zero_offset
-        of = parts.get("g_idx", jnp.arange(inputs) // self._group(inputs))
+        of = parts.get("g_idx", jnp.arange(inputs) // (self.group or inputs))
         return (matrix - zeros.T[:, of]) * _of_groups(parts["scales"].T, of)
-
-    def _group(self, inputs: int) -> int:
-        return self.group if self.group > 0 else inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +128,12 @@ class Packed:
     group: int | None  # inputs that share a scale; None for one of each output
     is_ordered: bool  # the checkpoint names each input's group
     is_symmetric: bool  # without zero points
-    name: str = "pack-quantized"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """The weights in words along inputs, scales, inputs' groups, and any zero points."""
         per_word = _WORD // self.bits
-        groups = 1 if self.group is None else _whole(inputs, self.group, self.name)
-        words = _whole(inputs, per_word, self.name)
+        groups = 1 if self.group is None else _whole(inputs, self.group, "pack-quantized")
+        words = _whole(inputs, per_word, "pack-quantized")
         found = {
             "weight_packed": StoredPart(((outputs, words),), ("I32",)),
             "weight_scale": StoredPart(((outputs, groups),), _FLOATS),
@@ -233,7 +227,7 @@ def _gptq(said: Mapping[str, Any]) -> Packing | None:
     form = said.get("checkpoint_format", "gptq")
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         return None
-    group = -1 if group == -1 else _positive(group)
+    group = None if group == -1 else _positive(group)
     return Gptq(bits, group, bool(said.get("desc_act")), int(form == "gptq"))
 
 

@@ -21,7 +21,6 @@ from fly_jax.models.llama import Llama
 from fly_jax.shapes import DraftTokens, Index, RowFlags, RowInts, RowKeys, Text
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
-from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import truncated
 
 _Carry = tuple[Array, DecodeState, RoundOutput]
@@ -76,8 +75,11 @@ class RoundProgram:
     def decode(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
         """Drafts up to K tokens and keeps a prefix; the output has a leading axis of one round."""
         static, drafter, inputs, live = self.static, self.drafter, self.inputs, ~state.finished
-        keys, draft_keys, verify_keys = _split(inputs.sampling, state.keys)
-        state = dataclasses.replace(state, keys=keys)
+        draft_keys = verify_keys = None
+        if inputs.sampling is not None:
+            split = jax.vmap(lambda key: jax.random.split(key, 3))(state.keys)
+            draft_keys, verify_keys = split[:, 1], split[:, 2]
+            state = dataclasses.replace(state, keys=split[:, 0])
 
         # 1) Propose.
         if drafter is not None and drafter.rates_drafts:
@@ -298,11 +300,3 @@ def verify_step(
 
 def _block(text: Text, length: RowInts, draft: DraftTokens) -> Int[Array, "rows block"]:
     return jnp.concatenate((slice_rows(text, length - 1, 1), draft), axis=1)
-
-
-def _split(sampling: Sampling | None, keys: RowKeys) -> tuple[Array, Array | None, Array | None]:
-    """The rows' next keys, the draft's keys and the verification's keys."""
-    if sampling is None:
-        return keys, None, None
-    split = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
-    return split[:, 0], split[:, 1], split[:, 2]

@@ -294,7 +294,7 @@ class DecodingConfig:
 
     def _loosened(self, text: str) -> Loose:
         """The rule that an expression names, with this config's parameters."""
-        return combined(text, dict(zip(RULES, self.rules, strict=True)))
+        return combined(text, dict(zip(RULES, self.rules, strict=True)).__getitem__)
 
     def to_sampling(self) -> Sampling | None:
         """The sampling of both models, without steps that keep every token; None for greedy."""

@@ -222,7 +222,7 @@ def rule_names(text: str, parameter: str = "rule") -> tuple[str, ...]:
 
     FlyJaxError: no such expression, an unknown or too many rules, or a lossless one among others.
     """
-    names, num_alternatives = _folded(text, lambda name: _Size((name,), 1), parameter)
+    names, num_alternatives = combined(text, lambda name: _Size((name,), 1), parameter)
     for name in names:
         if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
@@ -252,12 +252,7 @@ class _Size(NamedTuple):
         return _Size(self.names + other.names, self.num_alternatives + other.num_alternatives)
 
 
-def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
-    """The rule of an expression that has passed `rule_names`."""
-    return _folded(text, rules.__getitem__)
-
-
-def _folded(text: str, of_name: Callable[[str], _Rule], parameter: str = "rule") -> _Rule:
+def combined(text: str, of_name: Callable[[str], _Rule], parameter: str = "rule") -> _Rule:
     """The value of an expression, whose operators join the values of its names."""
     no_expression = FlyJaxError(
         f"{parameter} is {text[:_LONGEST_TEXT]!r}; it must be the name of a rule, or names joined "

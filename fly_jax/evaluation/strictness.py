@@ -161,10 +161,3 @@ def as_toml(config: DecodingConfig, varied: Sequence[str], comment: str) -> str:
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{name} = {text}")
     return "\n".join(lines) + "\n"
-
-
-def write_config(path: Path, text: str) -> None:
-    """Writes a config in one step, so that there is all of it or nothing."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -150,7 +150,9 @@ def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> 
     say(gate.summary())
     if process_id() == 0:
         text = strictness.as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
-        strictness.write_config(path, text)
+        part = path.with_name(path.name + ".part")  # so that there is all of it or nothing
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
     say(f"{path} says so; decode with --config {path}.")
 
 

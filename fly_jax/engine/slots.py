@@ -243,7 +243,10 @@ class RowInputs:
             seated = np.array([one is not None for one in who])
             ends = np.array([one is None or not one.request.ignores_eos for one in who])
             rows = {"seated": programs.put_numbers(seated), "ends": programs.put_numbers(ends)}
-            rows["protected"] = self._protected_of(who)
+            for slot, one in enumerate(who):  # where there is no request nothing is rescued
+                if one is not None and one.request.protected_token_ids != self._given[slot]:
+                    self.protect(slot, one.request.protected_token_ids)
+            rows["protected"] = self._protected
             if self._like is not None or self._last is None:
                 rule, sampling = map(programs.put_numbers, self._of_rows(who))
                 inputs = RuleInputs(rule, sampling, **rows)
@@ -252,9 +255,14 @@ class RowInputs:
             self._last = (who, inputs)
         inputs = self._last[1]
         if memory is not None and self.united.uses_memory:
-            inputs = dataclasses.replace(inputs, memory=self._keys_of(memory))
+            known = (memory, memory.version)
+            if self._keys is None or known != self._known:
+                self._keys, self._known = programs.put(memory.keys()), known
+            inputs = dataclasses.replace(inputs, memory=self._keys)
         if earlier is not None:
-            inputs = dataclasses.replace(inputs, earlier=self._tokens_of(earlier))
+            if self._earlier is None or self._earlier[0] is not earlier.tokens:
+                self._earlier = earlier.tokens, programs.put(earlier.tokens)
+            inputs = dataclasses.replace(inputs, earlier=self._earlier[1])
         return inputs if sampled else dataclasses.replace(inputs, sampling=None)
 
     def protect(self, slot: int, token_ids: Sequence[int] | None) -> None:
@@ -273,24 +281,6 @@ class RowInputs:
         # With one more row, so that every step is in the program.
         sampling = sampling_per_row([*samplings, Sampling(0.0, top_k=0, top_p=1.0)])
         return per_row(rules, self._like), jax.tree.map(lambda leaf: leaf[:-1], sampling)
-
-    def _protected_of(self, who: _Who) -> Bool[Array, "slots vocab"]:
-        for slot, one in enumerate(who):
-            # In a slot without a request nothing is rescued.
-            if one is not None and one.request.protected_token_ids != self._given[slot]:
-                self.protect(slot, one.request.protected_token_ids)
-        return self._protected
-
-    def _keys_of(self, memory: CorrectionMemory) -> Int32[Array, "pairs 2"]:
-        known = (memory, memory.version)
-        if self._keys is None or known != self._known:
-            self._keys, self._known = self._programs.put(memory.keys()), known
-        return self._keys
-
-    def _tokens_of(self, earlier: EarlierAnswers) -> Int32[Array, " earlier"]:
-        if self._earlier is None or self._earlier[0] is not earlier.tokens:
-            self._earlier = earlier.tokens, self._programs.put(earlier.tokens)
-        return self._earlier[1]
 
 
 @jax.jit

@@ -23,7 +23,6 @@ from fly_jax.verification.reductions import AxisNames, Found, Local, finite_or_z
 from fly_jax.verification.sampling import (
     Sampling,
     block_noise,
-    gumbel_argmax,
     is_greedy,
     keys_of_rows,
     processed_log_probs,
@@ -330,7 +329,10 @@ def _rejection_sample(
     has_residual = reductions.vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
     is_row_greedy = is_greedy(sampling, 2)
-    replacement = gumbel_argmax(weights, gumbel, inputs.logits, is_row_greedy, axis_names)
+    # With Gumbel noise the best token is a draw of the weights; of greedy rows it is the argmax.
+    raw = inputs.logits.astype(jnp.float32)
+    scores = jnp.where(is_row_greedy[..., None], raw, weights + gumbel)
+    replacement = reductions.vocab_argmax(scores, axis_names)
     top = greedy.top
     if top is not None:
         drawn = reductions.vocab_pick(inputs.logits, replacement, -jnp.inf, axis_names)

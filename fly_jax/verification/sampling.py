@@ -211,27 +211,15 @@ def block_noise(row_keys: RowKeys, vocab_size: int) -> Float32[Array, "rows 1 vo
     return gumbel_noise(position_keys(row_keys, places), vocab_size)
 
 
-def gumbel_argmax(
-    log_weights: Local,
-    noise: Float[Array, "*#lead local"],
-    logits: Local,
-    is_greedy: _Flags,
-    axis_names: AxisNames = (),
-) -> Int32[Array, "*lead"]:
-    """A draw with probability proportional to exp(log_weights); of greedy rows the argmax."""
-    return reductions.vocab_argmax(
-        jnp.where(is_greedy[..., None], logits.astype(jnp.float32), log_weights + noise), axis_names
-    )
-
-
 def _drawn(
     logits: Local, noise: _Shard | None, sampling: Sampling | None, *, axis_names: AxisNames
 ) -> Int32[Array, "*lead"]:
     if sampling is None or noise is None:
         return reductions.vocab_argmax(logits, axis_names)
     weights, _ = _processed(logits, sampling, axis_names)  # a draw needs no normaliser
-    greedy = is_greedy(sampling, logits.ndim - 1)
-    return gumbel_argmax(weights, noise, logits, greedy, axis_names)
+    greedy = is_greedy(sampling, logits.ndim - 1)[..., None]
+    scores = jnp.where(greedy, logits.astype(jnp.float32), weights + noise)
+    return reductions.vocab_argmax(scores, axis_names)
 
 
 def _processed(logits: Local, sampling: Sampling, axis_names: AxisNames) -> tuple[_Shard, _Found]:

@@ -164,15 +164,6 @@ TASKS = {
 }
 
 
-def named_tasks(given: str) -> list[str]:
-    """The tasks of a list with commas; FlyJaxError for an unknown one."""
-    names = list(dict.fromkeys(one.strip() for one in given.split(",")))
-    for name in names:
-        if name not in TASKS:
-            raise FlyJaxError(f"There is no task '{name}'; the tasks are {', '.join(TASKS)}.")
-    return names
-
-
 def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
     """The first items of a task, or all; raises FlyJaxError where its file is wrong."""
     task = TASKS[name]

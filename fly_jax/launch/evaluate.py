@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.judge import judge
-from fly_jax.evaluation.tasks import DRAFT, TASKS, Item, named_tasks, read_items
+from fly_jax.evaluation.tasks import DRAFT, TASKS, Item, read_items
 from fly_jax.launch.bench import decodings, unusual
 from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, flag_group
 from fly_jax.launch.inputs import load_opened, open_models, say
@@ -122,7 +122,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _items(values: _EvaluateFlags) -> list[Item]:
-    names = named_tasks(values.tasks)
+    names = list(dict.fromkeys(one.strip() for one in values.tasks.split(",")))
+    for name in names:
+        if name not in TASKS:
+            raise FlyJaxError(f"There is no task '{name}'; the tasks are {', '.join(TASKS)}.")
     if values.output is None:
         raise FlyJaxError("evaluate needs a folder for its answers; give --output DIR.")
     code = [name for name in names if TASKS[name].runs_code]

@@ -43,19 +43,15 @@ def flag_group(head: str = "") -> Callable[[type[_Class]], type[_Class]]:
     return declare
 
 
-class _IntegerOr(flags.ArgumentParser[int | str]):
-    """A parser of a whole number, or of one word as it stands."""
-
-    def __init__(self, word: str) -> None:
-        self.syntactic_help = f"a whole number or {word}"
-        self._word = word
+class _IntegerOrWord(flags.ArgumentParser[int | str]):
+    """A parser of a whole number, or of a word, which whoever takes the value checks."""
 
     def parse(self, argument: str) -> int | str:
-        """Raises ValueError for anything else."""
+        """Takes what is no number for a word."""
         try:
-            return argument if argument == self._word else int(argument)
+            return int(argument)
         except ValueError:
-            raise ValueError(f"give {self.syntactic_help}") from None
+            return argument
 
 
 class Flags(Generic[_Values]):
@@ -175,7 +171,7 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
         return flags.BooleanFlag(one.name, default, text)
     parser: flags.ArgumentParser[Any] = flags.ArgumentParser[str]()
     if one.word:
-        parser = _IntegerOr(one.word)
+        parser = _IntegerOrWord()
     elif one.kind is int:
         parser = flags.IntegerParser(one.low, one.high)  # type: ignore[arg-type]
     elif one.kind is float:

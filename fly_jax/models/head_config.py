@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fly_jax.errors import FlyJaxError
@@ -104,16 +104,6 @@ def read_head(fields: Given, source: str) -> tuple[Given, TargetHead]:
     return {**layer, "tie_word_embeddings": False}, head
 
 
-def _width(fields: Given, layer: Given) -> int:
-    """The width of the target, which is the head's own where nothing else is said."""
-    return int(fields.get("target_hidden_size") or layer.get("hidden_size", 0))
-
-
-def _inputs(listed: Iterable[int] | None, *, are_outputs: bool) -> tuple[int, ...] | None:
-    """The layers whose inputs are read, from a list of them or of those whose outputs are."""
-    return None if listed is None else tuple(int(one) + are_outputs for one in listed)
-
-
 def _read_eagle3(fields: Given, layer: Given, source: str, *, is_nested: bool) -> Eagle3:
     own = fields.get("eagle_config") or {}
     key = "eagle_aux_hidden_state_layer_ids"
@@ -133,8 +123,8 @@ def _read_eagle3(fields: Given, layer: Given, source: str, *, is_nested: bool) -
         )
     norms = [value for name, value in _NORMS.items() if fields.get(name)]
     return Eagle3(
-        target_embed_size=_width(fields, layer),
-        layers=_inputs(listed, are_outputs=are_outputs),
+        target_embed_size=int(fields.get("target_hidden_size") or layer.get("hidden_size", 0)),
+        layers=None if listed is None else tuple(int(one) + are_outputs for one in listed),
         feature_norms=next(iter(norms), "none"),  # type: ignore[arg-type]
         residual_is_normed=bool(fields.get("norm_before_residual")),
         feeds_normed=bool(fields.get("norm_output")),
@@ -174,8 +164,8 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
     has_confidence = is_dspark and bool(own.get("enable_confidence_head", is_nested))
     reads_markov = bool(own.get("confidence_head_with_markov", is_nested))
     return Block(
-        target_embed_size=_width(fields, layer),
-        layers=_inputs(listed, are_outputs=not is_nested),
+        target_embed_size=int(fields.get("target_hidden_size") or layer.get("hidden_size", 0)),
+        layers=None if listed is None else tuple(int(one) + (not is_nested) for one in listed),
         block_size=int(block),  # type: ignore[arg-type]
         mask_token=int(mask),  # type: ignore[arg-type]
         target_num_layers=own.get("num_target_layers"),

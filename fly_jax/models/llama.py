@@ -301,10 +301,6 @@ class Llama(nnx.Module):
         return scale_of("query") in self.layers
 
     @property
-    def _turns_layers(self) -> bool:
-        return turns_layers(self.config, self.dtype, has_integers=self.has_integers)
-
-    @property
     def _computes_alone(self) -> bool:
         """Tells whether activations are rounded to int8: another last bit, another integer."""
         if not (self.is_unstacked and self.has_integers):
@@ -373,7 +369,7 @@ class Llama(nnx.Module):
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
         """The axes of a layer's matrix, outputs first; None if it lies as in `parameter_specs`."""
-        if not self._turns_layers:
+        if not turns_layers(self.config, self.dtype, has_integers=self.has_integers):
             return None
         spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()
         scales = weights.get(scale_of(name))
@@ -390,7 +386,7 @@ class Llama(nnx.Module):
 
         With a `layer` the weights have the integer matrices of all layers.
         """
-        turned = self._turns_layers
+        turned = turns_layers(self.config, self.dtype, has_integers=self.has_integers)
 
         def of(equation: str, x: Array, name: str) -> Array:
             matrix, scale = weights[name], weights.get(scale_of(name))

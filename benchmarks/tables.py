@@ -72,8 +72,8 @@ def _pair_table(pair: dict[str, Any]) -> list[str]:
     judged = len(pair["quality"]["quality"]["tasks"]["problems"]["autoregressive"]["right"])
     lines = [
         f"The embedded pair on held-out word problems, the speed of {about['prompts']} of them one "
-        f"at a time, in {about['turns']} turns, the answers of {judged}; K is the fastest on other "
-        f"problems, and FLy's published 15 besides ({_where(about)}; [files]"
+        f"at a time, in {about['turns']} turns, the answers of {judged}; each K was the fastest on "
+        f"other problems, and FLy is also shown with its published 15 ({_where(about)}; [files]"
         "(benchmarks/results/embedded), [commands](docs/measuring.md#the-tables-of-the-readme)):",
         "",
         "| decoding | tokens/s | speed-up | mean accepted tokens | rescued per 100 | solved | "
@@ -184,8 +184,8 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
         f"3. **That model, loosened**: FLy with a 0.5B draft (K = 15) is "
         f"{_fastest(drafted, 'fly')['speed_up']:.2f} times as fast on the H100 (exact: "
         f"{_fastest(drafted, 'exact')['speed_up']:.2f}, by the lookup alone {looked_up:.2f}) and "
-        f"keeps {_kept(long)} of MBPP's answers, with K = 8 {_kept(short)}, and of GSM8K's "
-        f"{_kept(sums)}. The 2.81x on a 70B and 5.07x on a 405B target are FLy's "
+        f"keeps {_kept(long)} of MBPP's answers and {_kept(sums)} of GSM8K's; with K = 8 it keeps "
+        f"{_kept(short)} of MBPP's. The 2.81x on a 70B and 5.07x on a 405B target are FLy's "
         "authors' and have not been repeated here, for want of the weights.",
         "",
     ]

@@ -55,7 +55,8 @@ class Drafting:
     num_speculative_tokens: Depth = parameter(
         15,
         "draft tokens of a round (K); auto chooses K for each round from what is accepted and what "
-        "a round takes; without it exact and sampled take 3 (7 with the pair that ships)",
+        "a round takes; for exact and sampled 3 if not given (7 with the pair that "
+        "ships), for others",
         low=1, high=MOST_TOKENS, word="auto",
     )  # fmt: skip
     lossless_speculative_tokens: int | None = parameter(
@@ -68,8 +69,8 @@ class Drafting:
     )  # fmt: skip
     level_margin: float = parameter(
         0.0,
-        "most nats that what a level below proposes may be less probable to a draft model than its "
-        "own choice, and yet be drafted; 0 drafts its own choice alone",
+        "a draft model also takes a token from the level below that is at most so many nats less "
+        "probable than its own choice",
         low=0.0,
     )
     draft_confidence: float = parameter(
@@ -230,14 +231,14 @@ class DecodingConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every parameter by name: what a new config can be made of."""
+        """Every parameter by name, for a new config; a `Rule` that was given is a text here."""
         parts = (self, *self.rules, self.drafting, self.limits, self.lookup, self.sampling)
         found = {name: value for part in parts for name, value in values_of(part).items()}
         longest = self.lookup.max_ngram if self.looks_up else 0
         given = {"risk_budget": self.risk_budget, "temperature": self.temperature}
         return found | given | {"prompt_lookup_max": longest}
 
-    def replace(self, **given: Any) -> DecodingConfig:
+    def replace(self, /, **given: Any) -> DecodingConfig:
         """A copy with other values, named as in the class; a new K then holds for every rule."""
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
@@ -428,7 +429,10 @@ def decoding_parameters() -> dict[str, Parameter]:
 
 
 def load_config(path: str | Path) -> DecodingConfig:
-    """Reads a TOML config, or the reference code's JSON; FlyJaxError names what is wrong."""
+    """Reads a TOML config, or the reference code's JSON; FlyJaxError names what is wrong.
+
+    What a TOML file does not name is as in `default_config` for a model that does not ship.
+    """
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
         raise FlyJaxError(
@@ -448,7 +452,12 @@ def load_config(path: str | Path) -> DecodingConfig:
             f"The config {path} is not valid {path.suffix[1:].upper()} ({reason}); correct it."
         ) from error
     try:
-        return DecodingConfig(**values) if path.suffix == ".toml" else from_reference_json(values)
+        if path.suffix == ".json":
+            return from_reference_json(values)
+        # Who asks for draws alone means the lossless rule that draws.
+        draws = values.get("temperature") or values.get("truncate")
+        rule = {"rule": "sampled"} if draws and "rule" not in values else {}
+        return default_config(is_embedded=False).replace(**rule | values)
     except FlyJaxError as error:
         raise FlyJaxError(f"In the config {path}: {error}") from error
 

@@ -42,7 +42,7 @@ from fly_jax.models.llama import (
 from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
 from fly_jax.models.tokenizer import Tokenizer, check_unicode
 from fly_jax.sharding.chips import chip_of
-from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
+from fly_jax.sharding.mesh import AXES, MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import check_same, joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
 
@@ -325,6 +325,8 @@ def load_pair(
             f"load_pair was given dtype={dtype!r}; it takes {', '.join(get_args(Dtype))}, as text."
         )
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    if isinstance(spec, Mesh) and not set(spec.axis_names) <= set(AXES):
+        parse_mesh(",".join(f"{name}={size}" for name, size in spec.shape.items()))
     if isinstance(target, OpenPair):
         if (draft, revision) != (None, None):
             raise FlyJaxError(

@@ -27,8 +27,8 @@ _T = TypeVar("_T")
 class Reports:
     """A few numbers of draft, target and rule at the position of each token, no logits.
 
-    Probabilities are logarithms, in nats, of the target's plain softmax; that of a draft token is
-    -inf where nothing was drafted.
+    Probabilities are logarithms, in nats, of the target's plain or cut softmax; that of a draft
+    token is -inf where nothing was drafted.
     """
 
     draft: Int32[Array, "*rows tokens"]  # what was drafted there; -1 at a bonus token

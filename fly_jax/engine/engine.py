@@ -366,7 +366,7 @@ class Engine:
         try:
             while not self.is_idle:
                 yield from self.step()
-        except GeneratorExit:  # nobody reads on
+        except BaseException:  # nobody reads on
             for one in handed_in:
                 self.cancel(one)
             raise

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.pair import Pair, check_prompt
@@ -35,7 +37,8 @@ def generate(
       **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
         a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
     """
-    if isinstance(prompts, str) or len(prompts) == 0 or batch_size < 1:
+    is_list = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str)
+    if not is_list or len(prompts) == 0 or batch_size < 1:
         raise FlyJaxError(
             "generate needs a list of at least one prompt and a batch_size of at least 1; give "
             "[text] for a single text."

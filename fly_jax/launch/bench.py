@@ -50,9 +50,8 @@ class _BenchFlags(RunFlags):
     )
     turns: int = parameter(3, "measurements of each decoding", low=1)
     draft_share: bool = parameter(
-        True, "measure what of a round the draft models take, by rounds without them; "
-        "--nodraft_share saves their compiling",
-    )  # fmt: skip
+        True, "measure what of a round the draft models take, by rounds without them"
+    )
     each: int | None = parameter(
         None, "most prompts of each category of the file; all if not given", kind=int, low=1
     )

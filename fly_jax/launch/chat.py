@@ -154,7 +154,7 @@ class Conversation:
     def _answer(self, line: str) -> None:
         asked = [*self._messages, {"role": "user", "content": line}]
         ids = self._models.encode(asked, name="The conversation")
-        most, seed = self._values.max_new_tokens, self._values.seed
+        most, seed = self._values.max_new_tokens, self._values.seed + len(self._messages)
         self._view.begin([""])
         shown, state = list[int](), None
         engine = self._engine(len(ids) + most)

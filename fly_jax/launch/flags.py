@@ -254,6 +254,14 @@ class ModelFlags:
         """Tells whether a draft, or the config's lookup, proposes to the target."""
         return self.has_draft or config.to_lookup() is not None
 
+    def without_proposals(self, wanted: str) -> FlyJaxError:
+        """The error for what needs a draft, where nothing proposes."""
+        return FlyJaxError(
+            f"--target was given without --draft, and {wanted} needs something that proposes; "
+            "give --draft, which may be ngram, or --rule autoregressive to decode with the "
+            "target alone."
+        )
+
     @property
     def is_embedded(self) -> bool:
         """Tells whether the pair is the one that ships with the package."""
@@ -321,7 +329,10 @@ class DecodingFlags:
         # Who asks for draws alone means the lossless rule that draws.
         if models and not self.config and config.rule == "exact" and given.get("temperature"):
             given = {"rule": "sampled"} | given
-        return config.replace(**given)
+        config, asked = config.replace(**given), self.gives("rule") or self.config
+        if models and asked and config.num_speculative_tokens and not models.proposes(config):
+            raise models.without_proposals(f"the rule {config.rule}")
+        return config
 
 
 @flag_group("Sampling")

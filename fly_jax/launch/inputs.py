@@ -87,8 +87,15 @@ def waiting(why: str) -> Iterator[None]:
 
 
 def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
-    """The config, or its form without a draft where nothing proposes."""
-    return config if values.proposes(config) else config.without_draft()
+    """The config, or its form without a draft where nothing proposes.
+
+    FlyJaxError where the rule is loosened, and so was asked for.
+    """
+    if values.proposes(config) or not config.num_speculative_tokens:
+        return config
+    if config.is_loosened:
+        raise values.without_proposals(f"the rule {config.rule}")
+    return config.without_draft()
 
 
 def open_mesh(mesh: str, compilation_cache: str | None = None) -> Mesh:

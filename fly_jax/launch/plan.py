@@ -21,7 +21,8 @@ _HELP = """\
 python -m fly_jax.launch plan [flags]
 
 Compiles the steps of decoding for a slice that need not be there, and prints what they take of each
-chip's memory, what travels between the chips, and how fast decoding would be at best.
+chip's memory, what travels between the chips, and how fast decoding would be at best. Without
+--rule, --config and K it plans FLy with K = 25, or exact decoding where its window does not fit.
 
 Examples:
   python -m fly_jax.launch plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8

@@ -20,8 +20,8 @@ DIR/report.html, a page that loads nothing, and DIR/report.json: the speed of ea
 what it keeps of the quality, and the items that it has lost and gained, both texts side by side.
 
 Examples:
-  python -m fly_jax.launch bench --json > runs/bench.json
   python -m fly_jax.launch evaluate --output runs/problems
+  python -m fly_jax.launch bench --json > runs/bench.json
   python -m fly_jax.launch report runs --margin 2
 """
 

@@ -237,8 +237,9 @@ def _copies(plan: Plan) -> list[str]:
 def _speed(plan: Plan) -> list[str]:
     if (speed := plan.speed()) is None:
         return ["No speed is given for what does not fit."]
+    source = "" if plan.spec.mean_accepted_tokens else " (from FLy's figures on a 405B)"
     return [
-        f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens: "
+        f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens{source}: "
         f"{speed['tokens_per_second']:.0f} tokens/s, {speed['speed_up']:.2f} times the "
         f"{speed['autoregressive_tokens_per_second']:.0f} tokens/s of one token at a time",
         f"best K: {speed['best_num_speculative_tokens']} ({speed['best_speed_up']:.2f} times), if "

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 MeshAxes = tuple[str, ...]
@@ -69,6 +69,12 @@ class Layout:
     mesh: Mesh | AbstractMesh
     rules: ShardingRules
 
+    def __post_init__(self) -> None:  # what lies by it is placed with automatic axes
+        if isinstance(self.mesh, Mesh):
+            kinds = (AxisType.Auto,) * self.mesh.devices.ndim
+            mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
+            object.__setattr__(self, "mesh", mesh)
+
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """The mesh axes of each dimension, by their logical names.
 
@@ -122,7 +128,7 @@ class Layout:
         """The mesh axes of each dimension, and those lost because it does not divide."""
         used: set[str] = set()
         for axis, size in zip(axes, shape, strict=True):
-            asked: MeshAxes = getattr(self.rules, axis) if axis is not None else ()
+            asked = axes_in(getattr(self.rules, axis)) if axis is not None else ()
             free = tuple(name for name in asked if self.devices((name,)) > 1 and name not in used)
             count = len(free)
             while size % self.devices(free[:count]):

@@ -50,8 +50,8 @@ def is_remembered(
         )
         return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
 
-    low = jnp.zeros(draft_tokens.shape, jnp.int32)
-    bounds = low, jnp.full(draft_tokens.shape, keys.shape[0], jnp.int32)
+    low = jnp.zeros_like(target_tokens, jnp.int32)  # which lie as they do
+    bounds = low, jnp.full_like(low, keys.shape[0])
     low, _ = jax.lax.fori_loop(0, keys.shape[0].bit_length(), halve, bounds)
     found = keys[jnp.minimum(low, keys.shape[0] - 1)]
     return (found[..., 0] == draft_tokens) & (found[..., 1] == target_tokens)
@@ -106,7 +106,8 @@ class CorrectionMemory:
             if before == 0 and len(self._counts) >= self.capacity:
                 self._evict()
             self._counts[pair] = before + times
-            if before <= self.min_count < before + times:
+            is_ranked = before <= self.min_count or len(self._counts) > self.num_keys
+            if is_ranked and before + times > self.min_count:
                 self.version += 1
 
     def keys(self) -> np.ndarray:

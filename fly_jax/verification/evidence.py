@@ -95,7 +95,7 @@ class Needs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopTokens:
-    """The target's most probable tokens at each position, in its plain softmax, in nats."""
+    """The target's most probable tokens at each position, in its plain or cut softmax, in nats."""
 
     ids: Int32[Array, "*rows positions count"]  # the most probable first; of equals the lowest
     log_probs: Float32[Array, "*rows positions count"]

@@ -164,8 +164,8 @@ def sample_at(
       positions: of the tokens to draw, in their rows' texts.
     """
     keys = None
-    if sampling is not None and row_keys is not None:
-        keys = position_keys(row_keys, positions)
+    if sampling is not None:
+        keys = position_keys(keys_of_rows(row_keys, len(positions)), positions)
     return sample(logits, sampling, keys, layout)
 
 

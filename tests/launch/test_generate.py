@@ -379,7 +379,7 @@ def test_what_a_gate_refuses(refused: Refused, calibrate: Calibrate, tmp_path: P
     base, few = tmp_path / "base.toml", tmp_path / "few.txt"
     begun = calibrate(f"--gate={tmp_path / 'found.toml'}", "--max_regret=0.1")
     for line in ('boundary = "defer"', "risk_budget = 3.0", "temperature = 0.5"):
-        base.write_text(line)
+        base.write_text(f'rule = "fly"\nnum_speculative_tokens = 15\n{line}')
         refused(*begun, f"--config={base}", words=[line.split()[0]])
     for flag in ("--max_regret=0.1", "--rule=fly"):
         refused(*calibrate("--memory=x.npz", flag), words=[flag.split("=")[0]])

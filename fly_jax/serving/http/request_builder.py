@@ -122,10 +122,10 @@ class RequestBuilder:
     def _config(self, request: GenerationRequest) -> DecodingConfig:
         own = self.config
         others = {"rule", "protect", "audit", "stream_why"}
-        given = request.fly.model_dump(exclude=others, exclude_none=True)
+        given = numbers = request.fly.model_dump(exclude=others, exclude_none=True)
         sampling = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
         usual = own.sampling.temperature or (1.0 if request.fly.rule == "sampled" else 0.0)
-        given |= {"temperature": float(usual)} | sampling
+        given = given | {"temperature": float(usual)} | sampling
         if given["temperature"] < _GREEDY_BELOW:  # without draws there is nothing to cut
             given |= _GREEDY
         elif request.top_k is not None:
@@ -141,6 +141,12 @@ class RequestBuilder:
         if rule in LOSSLESS_RULES or not drafts:
             if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):
                 raise self._unknown(rule)
+            for name in numbers if request.fly.rule is None else ():
+                raise invalid(
+                    f"fly.{name} was given, and the rule {rule} does not read it; give a fly.rule "
+                    "that does, or leave it out.",
+                    f"fly.{name}",
+                )
             if drafts:
                 rule = "sampled" if given["temperature"] else "exact"
         return own.replace(rule=rule, **given)

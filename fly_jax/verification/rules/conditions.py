@@ -262,8 +262,7 @@ class Window:
         last = place + jnp.minimum(followers, num_draft - 1 - place)  # however many followers
         # The count up to the last follower less that up to here.
         count = jnp.cumsum(mismatch, axis=1)
-        last = jnp.broadcast_to(last, mismatch.shape)
-        return taken(count, last) == count
+        return taken(count, jnp.zeros_like(count) + last) == count  # which lies as the count does
 
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> DraftFlags:
         """Tells where the whole window lies within the row's block."""

@@ -212,7 +212,7 @@ class Budget(Loose):
     rule: Loose
     total: Number | None = parameter(
         None, "nats that all rescues of a prompt may cost; 0 is lossless",
-        name="risk_budget", kind=float, low=0.0,
+        name="risk_budget", kind=float, low=0.0, high=1e4,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from operator import mul
 from typing import Any
 
@@ -14,10 +13,10 @@ import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
-from random_pairs import Texts, tokens_of
+from random_pairs import Texts
 from refusals import assert_refused
 
-from fly_jax import Draft, Drafter, Generation, KVCache, Lookup, Sampling, Terms
+from fly_jax import Draft, Drafter, KVCache, Lookup, Sampling, Terms
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.lookup import _RATES, _RATES_OF_EARLIER, look_up
 from fly_jax.decoding.drafters.model import ParallelDraft
@@ -38,25 +37,6 @@ find = jax.jit(look_up, static_argnums=(0, 3))
 tokens = st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)
 
 
-def looked_up(lookup: Lookup, text: Sequence[int]) -> tuple[list[int], int, int]:
-    """Prompt lookup, from its definition: sizes downwards, then places in order.
-
-    And how many tokens match there, which may be more than are looked for, up to which place.
-    """
-    for size in range(lookup.max_ngram, lookup.min_ngram - 1, -1):
-        if size > len(text):
-            continue
-        places = range(len(text) - size)
-        for place in places if lookup.match == "earliest" else reversed(places):
-            if text[place : place + size] == text[-size:]:
-                both = zip(reversed(text[: place + size]), reversed(text), strict=False)
-                matching = sum(1 for _ in itertools.takewhile(lambda pair: len({*pair}) == 1, both))
-                proposed = text[place + size :][: lookup.num_speculative_tokens]
-                matching = min(matching, max(len(_RATES), lookup.max_ngram))
-                return list(proposed), matching, place + size - 1
-    return [], 0, 0
-
-
 @pytest.mark.parametrize("lookup", LOOKUPS)
 @settings(max_examples=80, deadline=None)
 @given(
@@ -71,7 +51,7 @@ def test_equals_its_definition(lookup: Lookup, rows: tuple[list[int], ...], stal
     assert tokens.shape == (ROWS, lookup.num_speculative_tokens)
     for index, row in enumerate(rows):
         proposed = tokens[index, : int(found[index])].tolist()
-        *expected, end = looked_up(lookup, row)
+        *expected, end = pairs.looked_up(lookup, row)
         assert [proposed, matching[index]] == expected
         assert place[index] == end or not proposed
 
@@ -97,7 +77,7 @@ def test_k_follows_from_the_length_of_the_match(
         answers += found.token_ids
         text, left = list(prompt), LIMIT
         for one in rounds:
-            proposed, matching, place = looked_up(lookup, [*earlier, *text])
+            proposed, matching, place = pairs.looked_up(lookup, [*earlier, *text])
             places += [place] if proposed else []
             table = _RATES_OF_EARLIER if place < num_earlier else _RATES
             rates = [table[min(matching + at, len(table)) - 1] for at in range(len(proposed))]
@@ -223,27 +203,6 @@ def test_logits_are_those_the_draft_was_drawn_from(lookup: Lookup | None) -> Non
             expected = pairs.logits_after(pairs.random_target(0), text)[len(prompt) - 1 : -1]
             np.testing.assert_allclose(seen.logits[row], expected, rtol=1e-4, atol=1e-4)
     assert widened == (lookup is not None)
-
-
-def decode(prompts: Texts, limit: int = LIMIT) -> list[Generation]:
-    """By a lookup alone, which changes no token."""
-    target = pairs.random_target(PAIR)
-    rows = pairs.batch_engine(target, None, pairs.SPECS["lookup"]).generate(prompts, limit)
-    assert tokens_of(rows) == pairs.autoregressive(target, prompts, limit)
-    return rows
-
-
-def test_a_lookup_alone_is_plain_decoding() -> None:
-    """And where nothing is found nothing is drafted."""
-    rows = decode(PROMPTS)
-    assert sum(map(len, tokens_of(rows))) / sum(row.num_rounds for row in rows) > 1.2
-    assert all(row.num_draft_passes == 0 for row in rows)
-    drafted = sum(row.num_draft_tokens for row in rows)
-    assert 0 < sum(row.num_accepted_tokens for row in rows) < drafted
-    rows = decode([[1, 2, 3], [9], [4, 5]], 1)
-    assert [(row.num_rounds, row.num_draft_tokens) for row in rows] == [(1, 0)] * 3
-    (found,) = decode([[1, 2, 3, 1]], 1)
-    assert found.num_draft_tokens == 3
 
 
 TEXT = [[int(x) for x in np.random.default_rng(row).integers(0, 48, 20 + row)] for row in range(3)]

@@ -20,6 +20,7 @@ from refusals import assert_refused
 from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Request, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
+from fly_jax.decoding.drafters.lookup import _RATES
 from fly_jax.decoding.drafters.model import ParallelDraft
 from fly_jax.decoding.pair import OpenPair, checked_drafter
 from fly_jax.models import llama
@@ -207,21 +208,15 @@ def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> N
         assert engine.generate([one], LIMIT, seed=1 + row)[0].token_ids == found[row].token_ids
 
 
-def taken_over(text: list[int], own: np.ndarray, rates: np.ndarray) -> tuple[list[int], int]:
+def taken_over(text: list[int], own: list[int], rates: Array) -> tuple[list[int], int]:
     """The draft of a row, and from where it is copied: by the rule, place by place."""
-    kept, k = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95), len(own)
+    k = len(own)
     for place in range(k):
-        known = [*text, *own[:place].tolist()]
-
-        def matched(end: int, known: list[int] = known) -> int:
-            pairs = zip(reversed(known[:end]), reversed(known), strict=False)
-            return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-
-        end = max(range(1, len(known)), key=lambda one: (min(matched(one), 8), one), default=0)
-        found = min(matched(end), 8) if end else 0
-        if found and len(known) - end >= k - place and kept[found - 1] > rates[place]:
-            return [*known[len(text) :], *known[end : end + k - place]], place
-    return own.tolist(), k
+        lookup = Lookup(num_speculative_tokens=k - place)
+        rest, matching, _ = pairs.looked_up(lookup, [*text, *own[:place]])
+        if len(rest) == k - place and _RATES[min(matching, len(_RATES)) - 1] > rates[place]:
+            return [*own[:place], *rest], place
+    return own, k
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "pard"])
@@ -249,7 +244,7 @@ def test_draws_are_of_the_logits_that_acceptance_divides_by(kind: str) -> None:
     np.testing.assert_array_equal(own.tokens, expected)
     rates, starts = np.max(jax.nn.softmax(own.logits), axis=-1), set()
     for row in range(rows):
-        tokens, start = taken_over(said[row], np.asarray(own.tokens[row]), rates[row])
+        tokens, start = taken_over(said[row], own.tokens[row].tolist(), rates[row])
         assert draft.tokens[row].tolist() == tokens
         np.testing.assert_array_equal(draft.logits[row, :start], own.logits[row, :start])
         assert jnp.argmax(draft.logits[row, start:], axis=-1).tolist() == tokens[start:]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jaxtyping import Array, Key
 
 from fly_jax import Drafter, Engine, Exact, Fly, Generation, Layout, Lookup, Rule, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.decoding.drafters.lookup import _RATES
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
@@ -218,3 +220,22 @@ def autoregressive(
 ) -> list[list[int]]:
     """What greedy decoding of every prompt gives, its end of text included."""
     return [until_end(tokens, eos) for tokens in greedy(model, prompts, max_new_tokens)]
+
+
+def looked_up(lookup: Lookup, text: Sequence[int]) -> tuple[list[int], int, int]:
+    """Prompt lookup, from its definition: sizes downwards, then places in order.
+
+    And how many tokens match there, which may be more than are looked for, up to which place.
+    """
+    for size in range(lookup.max_ngram, lookup.min_ngram - 1, -1):
+        if size > len(text):
+            continue
+        places = range(len(text) - size)
+        for place in places if lookup.match == "earliest" else reversed(places):
+            if text[place : place + size] == text[-size:]:
+                both = zip(reversed(text[: place + size]), reversed(text), strict=False)
+                matching = sum(1 for _ in itertools.takewhile(lambda pair: len({*pair}) == 1, both))
+                proposed = text[place + size :][: lookup.num_speculative_tokens]
+                matching = min(matching, max(len(_RATES), lookup.max_ngram))
+                return list(proposed), matching, place + size - 1
+    return [], 0, 0

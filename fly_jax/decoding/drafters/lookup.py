@@ -153,11 +153,12 @@ class Takeover:
           tokens: the draft, in which the tokens up to this place count.
           rate: the probability of each row's token at this place, to its drafter.
         """
-        places, length = jnp.arange(tokens.shape[1], dtype=jnp.int32), self.length + place
-        positions = column(self.length) + places
-        text = self.text.at[jnp.arange(len(length))[:, None], positions].set(tokens)
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
+            self.text, tokens, self.length
+        )
         rest = dataclasses.replace(self.terms, wanted=self.wanted - place)
-        found, _ = self.lookup.propose((), text, length, tokens.shape[1], rest)
+        found, _ = self.lookup.propose((), text, self.length + place, len(places), rest)
         assert found.rates is not None
         is_whole = (found.num_drafted == rest.wanted) & (place < jnp.minimum(self.wanted, left))
         takes = is_whole & (found.rates[:, 0] > rate)

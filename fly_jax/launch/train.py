@@ -100,7 +100,7 @@ def _make_head(values: _TrainFlags) -> None:
             "which a head begins as some: give at most as many."
         )
     _, ids = encode_prompts(values, prompts, opened)
-    directory = Path(values.directory)
+    directory = Path(values.directory).expanduser()
     dtype = values.dtype or opened.float_dtype  # whole texts are run, and those of floats
     _claim(directory, {
         "teacher": identity(opened.target.path),
@@ -149,7 +149,8 @@ def _make_head(values: _TrainFlags) -> None:
         steps_per_checkpoint=heads.steps_per_checkpoint(recipe),
     )  # fmt: skip
     folder = directory / values.head
-    save_hf(made, folder, of=values.teacher)
+    is_folder = Path(values.teacher).expanduser().exists()  # and a hub id may name a revision
+    save_hf(made, folder, of=values.teacher if is_folder else values.teacher.partition("@")[0])
     carry_tokenizer(opened.target.path, opened.target.source, folder)
     say(f"The head is in {folder}: give --draft {folder}.")
 

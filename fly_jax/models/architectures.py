@@ -206,8 +206,9 @@ def _read_windows(hf: Given, num_layers: int, is_windowed: Callable[[int], bool]
 
 
 def _read_qwen(hf: Given, num_layers: int) -> Fields:
-    first = int(hf.get("max_window_layers", 28))
-    return _read_windows(hf, num_layers, lambda layer: layer >= first)
+    # transformers' defaults; neither counts without a window.
+    hf = {"sliding_window": 4096, **hf}
+    return _read_windows(hf, num_layers, lambda at: at >= int(hf.get("max_window_layers", 28)))
 
 
 def _read_smollm3(hf: Given, num_layers: int) -> Fields:
@@ -433,7 +434,7 @@ def _read_rope(
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     known = {"rope_type", "type", "rope_theta"} | _ROPE_FIELDS.get(kind, set())
     odd: Fields = {} if kind in _ROPE_FIELDS else {"rope_type": kind}
-    odd |= {"partial_rotary_factor": hf.get("partial_rotary_factor", 1)}
+    odd |= {"partial_rotary_factor": hf.get("partial_rotary_factor") or 1}
     odd |= {name: value for name, value in rope.items() if name not in known}
     if old and new and {*old.items()} - {*new.items()} - {("type", kind)}:
         odd["rope_scaling"] = old

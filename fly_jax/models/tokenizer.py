@@ -180,6 +180,8 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     path = folder / "tokenizer_config.json"
     both = (folder / "special_tokens_map.json", path)  # older files name them in the first alone
     settings = {key: value for one in both if one.exists() for key, value in read_json(one).items()}
+    extra = settings.get("extra_special_tokens")
+    settings |= extra if isinstance(extra, Mapping) else {}
     special = {
         key: value if isinstance(value, str) else str(value.get("content"))
         for key, value in settings.items()
@@ -190,8 +192,10 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos, cuts_at_added=cuts)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     listed, older = settings.get("added_tokens_decoder"), folder / "added_tokens.json"
-    decoded = listed.values() if isinstance(listed, Mapping) else ()
-    names = [str(one.get("content")) for one in decoded if isinstance(one, Mapping)]
+    decoded = list(listed.values()) if isinstance(listed, Mapping) else []
+    decoded = [one for one in decoded if isinstance(one, Mapping)]
+    names = [str(one.get("content")) for one in decoded]
+    marked = [str(one.get("content")) for one in decoded if one.get("special")]
     for added in (*names, *(read_json(older) if older.exists() else ())):
         is_padding = added in ("<pad>", "[PAD]", special.get("pad_token"))  # which is never fed
         if added not in ids and not is_padding:
@@ -205,7 +209,7 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     told = ends_of_text(folder) if config is None else config.eos_token_ids
     eos_ids = tuple(dict.fromkeys(eos_ids + told))
-    named = {ids[name] for name in special.values() if name in ids}
+    named = {ids[name] for name in (*special.values(), *marked) if name in ids}
     controls = tuple(sorted(vocabulary.control_ids | named | set(eos_ids)))
     return Tokenizer(vocabulary, eos_ids, controls, _chat_template(folder, settings), special)
 

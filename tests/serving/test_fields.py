@@ -124,6 +124,9 @@ def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() 
     assert RequestBuilder.of(real.replace(rule="fly")).rules == ("fly", "margin")
     with pytest.raises(FlyJaxError, match="num_speculative_tokens=3"):
         RequestBuilder.of(real, ["fly"])
+    unread = CompletionRequest(prompt=[1], fly={"margin_gap": 1})
+    with pytest.raises(ApiError, match="margin_gap was given, and the rule exact does not"):
+        RequestBuilder.of(real).requests(unread, [[1]], Mock(), tuple)
     alone = RequestBuilder.of(real.without_draft())
     asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
     with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):

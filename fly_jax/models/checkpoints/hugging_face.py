@@ -342,7 +342,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     _check_folder(folder)
     tensors: dict[str, StoredTensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("[!.]*.safetensors")):
         for name, tensor in _read_header(file).items():
             if name in tensors:
                 raise FlyJaxError(
@@ -365,7 +365,7 @@ def _check_folder(folder: Path) -> None:
                 f"{folder / name} does not exist, but {INDEX} names it; the checkpoint needs all "
                 "of its files: download this one."
             )
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("[!.]*.safetensors")):
         if one := next(folder.glob("*.gguf"), None):
             raise FlyJaxError(f"{folder} holds {one.name} and no safetensors files; give {one}.")
         other = next((path for kind in ("*.bin", "*.pth") for path in folder.glob(kind)), None)

@@ -135,7 +135,7 @@ def _download(repository: str, revision: str | None, weights: bool) -> Path:
 
 def fingerprint(source: Path) -> dict[str, list[int]]:
     """Size and time of change of each file of a checkpoint that bears on its weights."""
-    files = [*source.glob("*.safetensors"), *source.glob("co*.json")]
+    files = [*source.glob("[!.]*.safetensors"), *source.glob("co*.json")]
     files += [source] if is_gguf(source) else []
     stats = {str(file.resolve()): file.stat() for file in sorted(files)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
@@ -151,7 +151,7 @@ def identity(path: Path) -> str:
     a fine-tuned model has its parent's names and sizes, and other numbers in them.
     """
     folder, files = path, [path / "config.json"]
-    files += [*path.glob("*.safetensors"), *path.glob("orbax/**/*")]
+    files += [*path.glob("[!.]*.safetensors"), *path.glob("orbax/**/*")]
     if path.is_file():
         folder, files = path.parent, [path]
     digest = hashlib.sha256()

@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from fastapi.exceptions import RequestValidationError
@@ -55,7 +55,7 @@ def _written(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_written)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterValidator(_written)]
 # Checks of a list stop at its first wrong entry: to report all takes seconds and gigabytes.
 _Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
@@ -264,6 +264,7 @@ class ChatRequest(_GenerationFields):
     ]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_CHAT_LOGPROBS)] | None = None
+    add_special_tokens: Literal[False] | None = None  # the template has its own
 
     @model_validator(mode="after")
     def _fields_that_go_together(self) -> Self:

@@ -10,9 +10,10 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
+from fly_jax.parameters import parameters_of
 from fly_jax.serving.http.protocol import GenerationRequest, invalid
 from fly_jax.verification.rules import Budget, Loose, Rule
-from fly_jax.verification.rules.loosened import LOSSLESS_RULES
+from fly_jax.verification.rules.loosened import LOSSLESS_RULES, RULES, rule_names
 
 # Requests may ask for these by default, besides the server's own rule.
 _USUAL_RULES = ("fly", "margin")
@@ -22,6 +23,13 @@ _COMPILED = {"entropy", "entropy_top_k", "window"}
 _GREEDY_BELOW = 1e-4
 _GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 _LIKE = _GREEDY | {"lossy_threshold": 0.5}  # for rules of which only the kind counts
+
+
+def _read_by(config: DecodingConfig) -> set[str]:
+    """The numbers that a config's rule reads; a rule that was given whole has its own."""
+    names = rule_names(config.rule) if config.given_rule is None else ()
+    kinds = [RULES[one] for one in names if one in RULES]
+    return {one.name for kind in (*kinds, Budget)[: 2 * len(kinds)] for one in parameters_of(kind)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +146,16 @@ class RequestBuilder:
                     f"fly.{name}",
                 )
         rule, drafts = self.rule_name(request), bool(own.num_speculative_tokens)
-        if rule in LOSSLESS_RULES or not drafts:
-            if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):
-                raise self._unknown(rule)
-            for name in numbers if request.fly.rule is None else ():
+        for name in numbers if request.fly.rule is None else ():
+            if name not in _COMPILED | _read_by(own):
                 raise invalid(
                     f"fly.{name} was given, and the rule {rule} does not read it; give a fly.rule "
                     "that does, or leave it out.",
                     f"fly.{name}",
                 )
+        if rule in LOSSLESS_RULES or not drafts:
+            if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):
+                raise self._unknown(rule)
             if drafts:
                 rule = "sampled" if given["temperature"] else "exact"
         return own.replace(rule=rule, **given)

@@ -89,7 +89,7 @@ async def serve(
         raise _not_bound(host, port, error) from error
     connection: Any = functools.partial(Connection, service=service)
     config = uvicorn.Config(
-        make_app(service), http=connection, log_level="warning", access_log=False, lifespan="off",
+        make_app(service), http=connection, log_level="error", access_log=False, lifespan="off",
         ws="none", server_header=False, timeout_graceful_shutdown=_CLOSING_SECONDS,
     )  # fmt: skip
     server = _Server(config)

@@ -127,8 +127,7 @@ class Service:
         if number > self.capacity:
             raise invalid(
                 f"{number} answers were asked for at once and the server takes {self.capacity} "
-                "(slots and queue together); ask for fewer.",
-                "n",
+                "(slots and queue together); ask for fewer."
             )
         if self.num_open + number > self.capacity:
             said = f"The queue is full: {self.num_open} requests are decoded or wait; try again."

@@ -45,7 +45,7 @@ MANY_THINGS = [
     Attack(CHAT, many("{}", MESSAGES + '{"role":"a","content":[', "]}]}"), "type: Field required"),
     Attack(CHAT, many('{"role":"a","content":""}', MESSAGES, "]}"), "at most 2048 items"),
     Attack(TEXT, many("0.5", PROMPT, "]}"), "prompt.0: Input should be a valid integer"),
-    Attack(TEXT, many('""', PROMPT, "]}"), "prompt.0: Input should be a valid integer"),
+    Attack(TEXT, many('""', PROMPT, "]}"), "prompt: List should have at most 1024 items"),
     Attack(TEXT, many("[]", PROMPT, "]}"), "at most 1024 items"),
     Attack(TEXT, many("0", FLY + '{"protect":[', "]}}"), "fly.protect.0: Input should"),
     Attack(TEXT, unknown(), "there are 200000 fields; send at most"),

@@ -73,7 +73,7 @@ BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (Chat
         (BOTH, {"max_tokens": 1, "max_completion_tokens": 2}, "one of them"),
         (CHAT, {"messages": [{"role": "a", "content": "b", "tool_calls": [1]}]}, "tool_calls"),
         (TEXT, {"stop": [""]}, "stop.0: String should have at least 1 character."),
-        (TEXT, {"stop": ["a", 3]}, "stop: Input should be a valid string."),
+        (TEXT, {"stop": ["a", 3]}, "stop.1: Input should be a valid string."),
         (TEXT, {"prompt": 3, **dict.fromkeys(map(str, range(80)), 0)},
          "The body: there are 82 fields; send at most 81."),
         (TEXT, {"stop": ["a"] * 17},

@@ -446,8 +446,8 @@ def test_who_takes_nothing_is_cut_off(live: Live) -> None:
 def test_numbers_that_have_no_place(live: Live, name: str) -> None:
     for given in attacks.NUMBERS:
         fits = {
-            "window_size": False,
-            "entropy_top_k": False,
+            **dict.fromkeys(("window_size", "entropy_top_k"), False),
+            "risk_budget": -1 < given <= 10_000,
             "max_tokens": given == 2**31 - 1,
             "top_k": given in (-1, 2**31 - 1),
             "seed": -1 <= given <= 2**32,

@@ -350,8 +350,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first error in a body, as pydantic tells it, with the path to it."""
-    # A field of several types has an error of each; only that of the given type is of use.
-    error = max(errors, key=lambda one: not str(one["type"]).endswith("_type"))
+    # A field of several types has an error of each; that of the given type, or the deepest, helps.
+    error = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     if error["type"] == "json_invalid":
         reason = error.get("ctx", {}).get("error", "it ends too early")
         return invalid(f"The body is not valid JSON ({reason}); correct it.")

@@ -55,8 +55,8 @@ class Drafting:
     num_speculative_tokens: Depth = parameter(
         15,
         "draft tokens of a round (K); auto chooses K for each round from what is accepted and what "
-        "a round takes; for exact and sampled 3 if not given (7 with the pair that "
-        "ships), for others",
+        "a round takes; if not given, 3 for exact and sampled (7 with the pair that ships) and 15 "
+        "for the other rules",
         low=1, high=MOST_TOKENS, word="auto",
     )  # fmt: skip
     lossless_speculative_tokens: int | None = parameter(
@@ -402,7 +402,8 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
             "default": 0,
             "low": 0,
             "help": "longest n-gram that drafts are looked up by in the text so far, for the last "
-            "draft model, in front of a head, or alone; 0 for none (8 with --draft ngram)",
+            "draft model, in front of a head, or alone; 0 for none, and if not given (8 with "
+            "--draft ngram)",
         },
         "temperature": {
             "default": None,

@@ -185,6 +185,8 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
 def _described(one: Parameter, shipped: Any) -> str:
     """The help of a parameter, with its default and, as `shipped`, that of our own pair."""
     text = one.help
+    if "if not given" in text:
+        return text
     if one.default is not True and (one.default not in (None, ()) or shipped is not None):
         default = "none" if one.default in (None, ()) else one.default
         text = f"{text}; {default} if not given"

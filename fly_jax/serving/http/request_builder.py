@@ -29,7 +29,8 @@ def _read_by(config: DecodingConfig) -> set[str]:
     """The numbers that a config's rule reads; a rule that was given whole has its own."""
     names = rule_names(config.rule) if config.given_rule is None else ()
     kinds = [RULES[one] for one in names if one in RULES]
-    return {one.name for kind in (*kinds, Budget)[: 2 * len(kinds)] for one in parameters_of(kind)}
+    read = (*kinds, Budget) if kinds else ()
+    return {one.name for kind in read for one in parameters_of(kind)}
 
 
 @dataclasses.dataclass(frozen=True)

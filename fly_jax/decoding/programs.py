@@ -110,8 +110,7 @@ class Programs:
         k = static.num_speculative_tokens
         self.room = k + 1 if drafter is None else drafter.room(k)
         target = for_backend(target)
-        self.has_few_shapes = runs_unstacked(target) and target.is_large
-        self.rows_cost = self.has_few_shapes and lies_on_cpu(target)
+        self.has_few_shapes = lies_on_cpu(target) and runs_unstacked(target) and target.is_large
         self._parameters, self._drafter = target.parameters(), drafter
         self._resting = None if drafter is None else drafter.at_rest()
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
@@ -132,7 +131,7 @@ class Programs:
         is_whole, least = layout is not None and bool(layout.rules.cache_length), LEAST_ATTENDED
         if self.has_few_shapes:
             step = max(_WASTED_POSITIONS >> (rows - 1).bit_length(), step)
-            least = _LEAST_OF_LARGE if self.rows_cost else max(step, least)
+            least = _LEAST_OF_LARGE
         capacity = cache_capacity(length, self.room, step)
         steps = attention_steps(capacity, is_whole=is_whole, least=least)
         return AttentionBuckets(self.static, steps, self.room)
@@ -142,7 +141,7 @@ class Programs:
 
         On a mesh, which splits the rows, there is no other.
         """
-        steps, growth = [rows], _GROWTH_ON_CPU if self.rows_cost else _GROWTH
+        steps, growth = [rows], _GROWTH_ON_CPU if self.has_few_shapes else _GROWTH
         while self._shapes.layout is None and steps[0] >= growth:
             steps.insert(0, steps[0] // growth)
         return tuple(steps)

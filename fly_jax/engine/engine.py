@@ -132,11 +132,11 @@ class Engine:
         self._capacity = self._buckets.steps[-1]
         few = self._programs.has_few_shapes
         tokens = OFFLINE_TOKENS if offline else prefill_chunk
-        tokens = min(tokens, SMALL_TOKENS if few or lies_on_cpu(target) else tokens)
+        tokens = min(tokens, SMALL_TOKENS) if lies_on_cpu(target) else tokens
         longest, self._prefill_chunk = self._capacity if few else length, prefill_chunk
         plan = ChunkPlan(
             self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest,
-            together=tokens if self._programs.rows_cost else None,
+            together=tokens if few else None,
         )  # fmt: skip
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)

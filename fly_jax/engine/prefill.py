@@ -26,7 +26,7 @@ _GROWTH = 4
 _LARGEST_CHUNK = 1024
 # Tokens of a pass, over all rows, where no request waits for rounds in between.
 OFFLINE_TOKENS = 2048
-# Of any pass on a CPU, where more gained little and takes more programs, or with `has_few_shapes`.
+# Of any pass on a CPU, where more gained little and takes more programs.
 SMALL_TOKENS = 64
 
 _Prompts = Sequence[Sequence[int]]

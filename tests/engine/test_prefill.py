@@ -198,8 +198,12 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
     prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 160, 422)]
     made = functools.partial(batch_engine, target, draft, SPECS["exact"])
     assert made(1, max_length=500)._prefill.plan.sizes == (16, 64)
-    monkeypatch.setattr(LIES_ON_CPU, lambda _: False)
-    expected = made(1, max_length=500).generate(prompts, LIMIT)
+    with monkeypatch.context() as on_gpu:
+        for name in (LIES_ON_CPU, "fly_jax.decoding.programs.lies_on_cpu"):
+            on_gpu.setattr(name, lambda _: False)
+        expected = made(1, max_length=500).generate(prompts, LIMIT)
+        on_gpu.setattr(llama, "LARGE_BYTES", 0)
+        assert made(1, max_length=500)._prefill.plan.sizes == (32, 128, 512)  # of a large one too
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)
     for prompt, one in zip(prompts, expected, strict=True):
         compilations()

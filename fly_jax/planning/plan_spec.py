@@ -136,8 +136,9 @@ class PlanSpec:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Draft tokens of a round: K."""
-        return self.rounds.static.num_speculative_tokens
+        """Draft tokens of a round: K, the largest where it is chosen."""
+        k, head = self.rounds.static.num_speculative_tokens, self.draft.head
+        return min(k, head.most_tokens) if isinstance(head, Block) else k
 
     @property
     def workload(self) -> Workload:
@@ -175,9 +176,8 @@ class PlanSpec:
 
     @property
     def max_context(self) -> int:
-        """Tokens that the models take; heads take longer texts than their files state."""
-        models = [self.target, *(one for one in self.drafts if one.head is None)]
-        return min(one.max_context for one in models)
+        """Tokens that the target takes; a draft is not asked."""
+        return self.target.max_context
 
     def chunk_plan(self, target: Layout) -> ChunkPlan:
         """The engine's plan of prompts, with the target in this layout."""
@@ -202,8 +202,7 @@ class PlanSpec:
             shared_vocabulary(self.target, draft)
         static = self.rounds.static
         levels = static.level_speculative_tokens
-        # Where K is chosen, the largest is planned for.
-        check_chain(self.target, self.drafts, dataclasses.replace(static, depths=()))
+        check_chain(self.target, self.drafts, static)
         if self.below and levels and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(
                 f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from fly_jax.models.architectures import parameter_specs
+from fly_jax.models.architectures import ParameterSpec, parameter_specs
+from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes, held_cache_bytes
 from fly_jax.planning import plan_steps, roofline
@@ -113,7 +114,14 @@ class Plan:
         return [
             f"{who} {line}"
             for who, (layout, config, workload) in pair
-            for line in layout.fallbacks(parameter_specs(config, workload.matrices))
+            for line in layout.fallbacks(
+                parameter_specs(config, workload.matrices)
+                | {
+                    "keys": ParameterSpec(
+                        cache_shape(config, workload.rows, workload.capacity), CACHE_AXES
+                    )
+                }
+            )
         ]
 
     def to_dict(self) -> dict[str, object]:
@@ -127,7 +135,7 @@ class Plan:
             "context": spec.context,
             "batch_size": spec.rows,
             "num_speculative_tokens": spec.num_speculative_tokens,
-            "level_accepted_tokens": spec.level_accepted_tokens,
+            "level_accepted_tokens": spec.level_accepted_tokens if spec.below else None,
             "draft_passes": spec.draft_passes,
             "target_layout": self.layouts.target_rules,
             "draft_layout": self.layouts.draft_rules,

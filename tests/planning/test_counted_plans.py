@@ -372,6 +372,9 @@ def test_the_best_k_of_a_block_is_one_that_its_head_drafts_and_costs_one_pass(dr
     given = {"target": preset("qwen-3-8b"), "draft": preset(draft), "mesh": parse_mesh("2x2")}
     plan = planned(**given, context=2048, rounds=default_round(2), mean_accepted_tokens=2.9)
     speed, most = plan.speed(), preset(draft).head.most_tokens
+    chosen = dataclasses.replace(plan.spec, rounds=default_round(15).with_static(depths=(0, 15)))
+    chosen.check()
+    assert chosen.num_speculative_tokens == most
     assert speed["best_num_speculative_tokens"] == most
     # One pass whatever K is: the gain is nearly that of the tokens.
     acceptance = roofline.acceptance_from(2.9, 2)

@@ -418,7 +418,7 @@ def config_fields(config: LlamaConfig) -> Fields:
 _ROPE_FIELDS = {
     "default": set[str](),
     "llama3": set(_LLAMA3_SCALING.values()),
-    "yarn": {*_YARN_SCALING.values(), "mscale", "mscale_all_dim", "finetuned"},
+    "yarn": {*_YARN_SCALING.values(), "mscale", "mscale_all_dim", "finetuned", "attn_factor"},
 }
 
 
@@ -461,6 +461,7 @@ def _read_rope(
         weight, of_all = (float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim"))
         has_both = weight and of_all
         attention_factor = magnitude(weight) / magnitude(of_all) if has_both else magnitude(1.0)
+        attention_factor *= float(rope.get("attn_factor") or 1)  # vLLM's; DeepSeek's Qwen 3 has it
     return theta, YarnScaling(
         factor=factor,
         original_context=int(rope.get("original_max_position_embeddings") or max_context),

@@ -107,9 +107,9 @@ def read_head(fields: Given, source: str) -> tuple[Given, TargetHead]:
 def _read_eagle3(fields: Given, layer: Given, source: str, *, is_nested: bool) -> Eagle3:
     own = fields.get("eagle_config") or {}
     key = "eagle_aux_hidden_state_layer_ids"
-    # At the top vLLM and llama.cpp take them for inputs, in `eagle_config` for outputs.
-    are_outputs = not is_nested and key not in fields
-    listed = own.get(key) if are_outputs else fields.get(key)
+    # At the top vLLM and llama.cpp take them for inputs; else, and by DeepSpec, outputs are meant.
+    are_outputs = not (is_nested or fields.get(key))
+    listed = own.get(key) or fields.get("target_layer_ids") if are_outputs else fields.get(key)
     given = {
         "num_hidden_layers": layer.get("num_hidden_layers", 1) == 1,
         "norm_before_fc": not (fields.get("norm_before_fc") and fields.get("fc_norm")),
@@ -124,7 +124,7 @@ def _read_eagle3(fields: Given, layer: Given, source: str, *, is_nested: bool) -
     norms = [value for name, value in _NORMS.items() if fields.get(name)]
     return Eagle3(
         target_embed_size=int(fields.get("target_hidden_size") or layer.get("hidden_size", 0)),
-        layers=None if listed is None else tuple(int(one) + are_outputs for one in listed),
+        layers=tuple(int(one) + are_outputs for one in listed or ()) or None,
         feature_norms=next(iter(norms), "none"),  # type: ignore[arg-type]
         residual_is_normed=bool(fields.get("norm_before_residual")),
         feeds_normed=bool(fields.get("norm_output")),
@@ -165,7 +165,7 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
     reads_markov = bool(own.get("confidence_head_with_markov", is_nested))
     return Block(
         target_embed_size=int(fields.get("target_hidden_size") or layer.get("hidden_size", 0)),
-        layers=None if listed is None else tuple(int(one) + (not is_nested) for one in listed),
+        layers=tuple(int(one) + (not is_nested) for one in listed or ()) or None,
         block_size=int(block),  # type: ignore[arg-type]
         mask_token=int(mask),  # type: ignore[arg-type]
         target_num_layers=own.get("num_target_layers"),

@@ -100,8 +100,8 @@ class Tokenizer:
         can end its own turn. Control tokens are text there, and so is whatever else the tokenizer's
         file adds to the vocabulary. Only messages of the assistant keep those additions (such as
         "<think>"), which templates look for. Such a conversation is encoded part by part between
-        its own controls, where SentencePiece may put another space. Marks of a template that are no
-        tokens, as "[INST]" of Llama 2, are the same text whoever writes them.
+        its own controls, where SentencePiece may put another space, as it may within an addition.
+        Marks of a template that are no tokens, as "[INST]" of Llama 2, are text for all.
 
         Messages are such as `{"role": "user", "content": "Hello"}`, in order. FlyJaxError where the
         tokenizer has no chat template, or the template refuses them.

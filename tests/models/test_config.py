@@ -112,10 +112,10 @@ def test_yarn_as_a_qwen_asks_for_it() -> None:
         factor=4.0, original_context=32_768, attention_factor=pytest.approx(1.1386, abs=1e-4)
     )
     assert config_of(config_fields(config)) == config
-    weighed = asked | {"mscale": 1.0, "mscale_all_dim": 0.5}
+    weighed = asked | {"mscale": 1.0, "mscale_all_dim": 0.5, "attn_factor": 2.0}
     scaling = config_of(fields | {"rope_scaling": weighed}).rope_scaling
     assert isinstance(scaling, YarnScaling)
-    assert scaling.attention_factor == pytest.approx(1.1386 / 1.0693, abs=1e-4)
+    assert scaling.attention_factor == pytest.approx(2 * 1.1386 / 1.0693, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -254,6 +254,8 @@ EAGLES = {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}
         (NAMED, (2, 16, 29)),
         (NAMED | {"eagle_config": EAGLES}, (2, 16, 29)),
         (NAMED | EAGLES, (1, 15, 28)),
+        (NAMED | {"target_layer_ids": [1, 15, 27]}, (2, 16, 28)),
+        (NAMED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 16, 29)),
         (NESTED, (2, 16, 29)),
         (NESTED | EAGLES, (1, 15, 28)),
         (DSPARK | {"target_layer_ids": [-1, 5]}, (0, 6)),

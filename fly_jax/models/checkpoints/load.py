@@ -132,7 +132,7 @@ def open_weights(path: Path) -> Source:
 
     FlyJaxError for what is missing, damaged or truncated, or not as the configuration asks.
     """
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and not path.is_dir():
         return GgufSource(open_gguf(path))
     return ConvertedSource(path) if (path / RECORD).exists() else HuggingFaceSource(path)
 

@@ -56,6 +56,9 @@ class _TrainFlags(PromptFlags):
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
     draft_vocab_size: int = parameter(8192, "most frequent tokens, which the head knows", low=3)
     num_layers: int = parameter(2, "layers of a PARD drafter or a DSpark head", low=1)
+    intermediate_size: int | None = parameter(
+        None, "neurons of each layer's MLP, such as 2048; else the teacher's", low=1
+    )
     seed: int = parameter(0, "of the data and the draws", low=0)
 
 
@@ -131,11 +134,14 @@ def _make_head(values: _TrainFlags) -> None:
         f"head knows {len(known)} of {shape.vocab_size} tokens, which are {share:.1%} of the "
         "answers."
     )
-    own, start = heads.beginning(values.head, pair.target, known, num_layers=values.num_layers)
+    own, start = heads.beginning(
+        values.head, pair.target, known,
+        num_layers=values.num_layers, intermediate_size=values.intermediate_size,
+    )  # fmt: skip
     del pair
     run = {name: getattr(values, name) for name in ("tokens_per_step", "num_steps", "seed")}
     recipe = heads.recipe_of(values.head, own, **run)
-    sizes = f"{own.num_layers}_{len(known)}_{values.tokens_per_step}"
+    sizes = f"{own.num_layers}_{own.ffw_size}_{len(known)}_{values.tokens_per_step}"
     checkpoints = directory / f"checkpoints_{values.head}_{sizes}"
     if steps_done(checkpoints) == recipe.last_step:
         say(f"The head has had its {recipe.last_step} steps; nothing was left to train.")

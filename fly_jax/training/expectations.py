@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -17,16 +18,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float16, Float32, Int, Int32, UInt16
+from jaxtyping import Array, Float, Float16, Float32, Int, Int32, Shaped, UInt16
 from tqdm import tqdm
 
 from fly_jax.engine.engine import Engine
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, Matmul
+from fly_jax.shapes import Features, Hidden
 from fly_jax.training.trainer import Recipe, Row, bfloat16_matmul, stacked
 
 # A teacher's further probabilities are mostly below one in a hundred.
 _FEW = 8
-_PART_DOCUMENTS = 64
+_PART_DOCUMENTS, _CHUNK = 64, 64
 ROW_LENGTH = 1024
 # Weight of a prompt's token: it is never drafted, but has the same words as answers.
 _PROMPT_WEIGHT = 0.3
@@ -129,13 +131,10 @@ def _read_along(
         for row, index in enumerate(batch):
             tokens[row, : len(texts[index])] = texts[index]
         model = teacher.config, teacher.layout, teacher.parameters()
-        said = jax.device_get(_most_likely(*model, tokens, layers=layers))
-        kinds = [(name, one.dtype, one.shape[2:]) for name, one in said.items()]
+        kept = as_records(_most_likely(*model, tokens, layers=layers))
         for row, index in enumerate(batch):
             end = len(texts[index])
-            found[index] = np.empty(min(end, length), kinds)
-            for name, one in said.items():
-                found[index][name] = one[row, max(end - length, 0) : end]
+            found[index] = kept[row, max(end - length, 0) : end].copy()
     return np.concatenate([found[index] for index in range(len(texts))])
 
 
@@ -156,7 +155,7 @@ def _most_likely(
     config: Any, layout: Any, parameters: dict[str, Array], tokens: Int[Array, "rows width"], *,
     layers: tuple[int, ...],
 ) -> dict[str, Array]:  # fmt: skip
-    """The teacher's most probable next tokens, and the rest of `Expected`, as it is kept."""
+    """What is kept of whole texts."""
     model = Llama(config, parameters, layout)
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
@@ -164,15 +163,36 @@ def _most_likely(
     # Where activations are bfloat16, so are the products' operands anyhow.
     matmul = bfloat16_matmul if model.dtype == jnp.float32 else None
     hidden, features = model.uncached_and_inputs(tokens, positions, visible, matmul, layers)
+    return kept_of(model, hidden, features, matmul)
 
-    def of_row(row: Float[Array, "width embed"]) -> tuple[Array, Array]:
-        logits = model.logits(row[None], matmul)[0]
+
+def kept_of(
+    model: Llama, hidden: Hidden, features: Features, matmul: Matmul | None
+) -> dict[str, Array]:
+    """The teacher's most probable next tokens, and the rest of `Expected`, as it is kept."""
+    rows, width, embed = hidden.shape
+    chunk = math.gcd(rows * width, _CHUNK)  # logits of all tokens would take much memory
+
+    def of_chunk(some: Float[Array, "chunk embed"]) -> tuple[Array, Array]:
+        logits = model.logits(some[None], matmul)[0]
         best, likely = jax.lax.top_k(logits, min(_FEW, logits.shape[-1]))
         return likely, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
-    likely, shares = jax.lax.map(of_row, hidden)  # logits of all rows would take much memory
+    found = jax.lax.map(of_chunk, hidden.reshape(-1, chunk, embed))
+    likely, shares = (one.reshape(rows, width, -1) for one in found)
     bits = jax.lax.bitcast_convert_type(features.astype(jnp.bfloat16), jnp.uint16)
     return {"likely": likely, "shares": shares.astype(jnp.float16), "features": bits}
+
+
+def as_records(kept: dict[str, Array]) -> Shaped[np.ndarray, "rows width"]:
+    """What is kept of each token, as records of which a file holds one behind the other."""
+    said = jax.device_get(kept)
+    found = np.empty(
+        said["likely"].shape[:2], [(k, one.dtype, one.shape[2:]) for k, one in said.items()]
+    )
+    for name, one in said.items():
+        found[name] = one
+    return found
 
 
 class HeardRow(NamedTuple):

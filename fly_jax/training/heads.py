@@ -216,12 +216,14 @@ def layers_read(num_layers: int) -> tuple[int, ...]:
 
 
 def beginning(
-    kind: str, teacher: Llama, known: Int32[np.ndarray, " known"], *, num_layers: int
-) -> tuple[LlamaConfig, Start]:
+    kind: str, teacher: Llama, known: Int32[np.ndarray, " known"], *, num_layers: int,
+    intermediate_size: int | None = None,
+) -> tuple[LlamaConfig, Start]:  # fmt: skip
     """A head that knows some of the teacher's tokens, and begins as parts of the teacher.
 
     It reads the inputs of `layers_read`. A DSpark head has the teacher's last `num_layers` layers.
-    A PARD drafter has as many, half of them the first ones and half the last ones.
+    A PARD drafter has as many, half of them the first ones and half the last ones. With an
+    `intermediate_size` it keeps so many neurons of each layer's MLP, the ones that say most.
     """
     config, last = teacher.config, teacher.config.num_layers
     layers = layers_read(last)
@@ -230,6 +232,13 @@ def beginning(
     if kind == "pard":
         kept = [*range(-(-few // 2)), *range(last - few // 2, last)]
     have = _plain(teacher, kept)
+    if intermediate_size is not None and intermediate_size < config.ffw_size:
+        loudest = np.argsort(-np.linalg.norm(have["down"], axis=2), axis=1)
+        some = np.sort(loudest[:, None, :intermediate_size])
+        for name in ("gate", "up"):
+            have[name] = np.take_along_axis(have[name], some, axis=2)
+        have["down"] = np.take_along_axis(have["down"], some.swapaxes(1, 2), axis=1)
+        config = dataclasses.replace(config, ffw_size=intermediate_size)
     whole, tied = have.pop("embedding"), config.tied_embeddings
     unembedding = (whole if tied else have.pop("unembedding").T)[known]
     rows = np.full(config.vocab_size, len(known), np.int32)

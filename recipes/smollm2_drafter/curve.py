@@ -1,12 +1,11 @@
 r"""Trains heads of each kind on parts of a teacher's answers, and measures them on Spec-Bench.
 
-    python recipes/smollm2_drafter/curve.py --part answers --shards 4 ...
-    python recipes/smollm2_drafter/curve.py --part features --shard 0 --shards 4 ...  # and 1, 2, 3
+    python recipes/smollm2_drafter/curve.py --part answers ...
     python recipes/smollm2_drafter/curve.py --part eagle3 --answer_tokens 2000000,500000 ...
     (each with --teacher MODEL --prompts_file prompts.jsonl --held_out question.jsonl)
 
-The answers go on where they were stopped. The shards of the features may run side by side, and the
-kinds of head too. `results_KIND.json` in the directory has what a round of exact decoding with
+The answers, kept with the teacher's features, go on where they were stopped. The kinds of head may
+run side by side. `results_KIND.json` in the directory has what a round of exact decoding with
 K = 4 settles on the answers to Spec-Bench's first turns, by category: computed from the answers,
 as `train` does. All else is as `train` makes it, with as many steps as read the texts `--passes`
 times.
@@ -19,7 +18,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +29,43 @@ from absl import app, flags, logging
 from jax import Array
 from tqdm import tqdm
 
-from fly_jax.decoding.pair import OpenPair, Pair, load_pair, open_pair
+from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
+from fly_jax.decoding.programs import cache_capacity
 from fly_jax.evaluation.machine import describe
 from fly_jax.launch.inputs import Prompt, read_prompts
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
 from fly_jax.models.llama import Llama, Parameters
+from fly_jax.sharding.rules import Layout
 from fly_jax.training import expectations, heads
 from fly_jax.training.expectations import Expected, read_documents
 from fly_jax.training.trainer import bfloat16_matmul, train
 
-_PART = flags.DEFINE_enum("part", None, ["answers", "features", *heads.KINDS], "what to do")
+_PART = flags.DEFINE_enum("part", None, ["answers", *heads.KINDS], "what to do")
 _TEACHER = flags.DEFINE_string("teacher", None, "the model that answers")
 _PROMPTS = flags.DEFINE_string("prompts_file", None, "JSON lines with what is learned from")
 _HELD_OUT = flags.DEFINE_string("held_out", None, "Spec-Bench's question.jsonl")
 _DIRECTORY = flags.DEFINE_string("directory", "runs/curve", "where everything goes")
 _DTYPE = flags.DEFINE_string(
-    "dtype", "bfloat16", "of the teacher; float32 has products of bfloat16"
+    "dtype", "bfloat16", "of the teacher; float32 has products of bfloat16; int8 is for CPUs"
 )
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "of an answer")
 _SLOTS = flags.DEFINE_integer("batch_size", 1024, "answers at a time; 128 on a CPU")
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 131072, "of a pass; 16384 on a CPU")
-_SHARD = flags.DEFINE_integer("shard", 0, "which of the shards")
-_SHARDS = flags.DEFINE_integer("shards", 1, "files of answers")
+_LONGEST = flags.DEFINE_integer("longest_prompt", 2048, "tokens of a prompt that is answered")
 _ANSWER_TOKENS = flags.DEFINE_list("answer_tokens", ["500000"], "tokens learned from, 0 for all")
 _TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 8192, "of training")
 _PASSES = flags.DEFINE_float("passes", 2.0, "times that all texts are read")
 _BEGUN = flags.DEFINE_string("begun", None, "folder of a head that an eagle3 goes on from")
 _LAYERS = flags.DEFINE_integer("num_layers", 2, "of a PARD drafter or a DSpark head")
+_NEURONS = flags.DEFINE_integer("intermediate_size", None, "of its MLP; None is the teacher's")
 
 # Prompts are padded to these, so that few programs are compiled; longer ones are left out.
 _WIDTHS = 64, 128, 256, 512, 1024, 2048
 _KNOWN, _MOST_HELD_OUT = 8191, 48
+# Rows of the smallest program that answers.
+_FEWEST = 16
 
 
 def _prompts() -> tuple[list[Prompt], int]:
@@ -75,117 +78,111 @@ def _encoded(models: OpenPair, prompt: Prompt) -> Any:
     return models.encode([{"role": "user", "content": prompt.text}], name=prompt.source)
 
 
-def _file(shard: int) -> Path:
-    return Path(_DIRECTORY.value) / f"answers_{shard}_of_{_SHARDS.value}.jsonl"
+def _file() -> Path:
+    return Path(_DIRECTORY.value) / "answers.jsonl"
 
 
-@functools.partial(jax.jit, static_argnames=("config", "most", "ends"), donate_argnames=("cache",))
-def _greedy(
-    config: LlamaConfig, parameters: Parameters, cache: KVCache, tokens: Array, lengths: Array,
-    most: int, ends: tuple[int, ...],
-) -> Array:  # fmt: skip
-    """Continues padded prompts [rows, width] greedily; returns [rows, most], -1 behind an end."""
-    model, rows = Llama(config, parameters), len(tokens)
-    multiply = bfloat16_matmul if model.dtype == jnp.float32 else None
+@functools.partial(jax.jit, static_argnames=("config", "layout"), donate_argnames=("cache",))
+def _read(
+    config: LlamaConfig, layout: Layout | None, parameters: Parameters, cache: KVCache,
+    tokens: Array, lengths: Array,
+) -> tuple[KVCache, dict[str, Array]]:  # fmt: skip
+    """Reads so many of each row's tokens [rows, time] as its length; returns what is kept."""
+    model = Llama(config, parameters, layout)
+    is_wide = model.dtype == jnp.float32 and not model.has_integers
+    multiply = bfloat16_matmul if is_wide else None
+    layers = heads.layers_read(config.num_layers)
+    hidden, new, features = model.hidden_and_inputs(tokens, cache, layers, multiply)
+    cache = cache.written(new, layout).with_length(cache.length + lengths)
+    return cache, expectations.kept_of(model, hidden, features, multiply)
 
-    def extended(tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        hidden, new, _ = model.hidden_and_inputs(tokens, cache, matmul=multiply)
-        return hidden, cache.written(new, model.layout)
 
-    hidden, cache = extended(tokens, cache)
-    cache = cache.with_length(lengths)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    found = jnp.full((rows, most), -1, jnp.int32)
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _of_rows(cache: KVCache, rows: Array) -> KVCache:
+    return jax.tree.map(lambda one: one[rows] if one.ndim == 1 else one[:, rows], cache)
 
-    def chosen(hidden: Array) -> Array:
-        return jnp.argmax(model.logits(hidden, multiply)[:, 0], axis=-1).astype(jnp.int32)
 
-    def goes_on(state: tuple[Array, KVCache, Array, Array, Array]) -> Array:
-        step, _, _, _, ended = state
-        return (step < most) & ~jnp.all(ended)
+def _answered(
+    target: Llama, prompts: list[list[int]], rows: int, width: int, ends: Container[int]
+) -> list[tuple[list[int], np.ndarray]]:
+    """Answers prompts greedily; returns each answer, and what is kept of the prompt's text and it.
 
-    def decode(
-        state: tuple[Array, KVCache, Array, Array, Array],
-    ) -> tuple[Array, KVCache, Array, Array, Array]:
-        step, cache, token, found, ended = state
-        found = found.at[:, step].set(jnp.where(ended, -1, token))
-        ended |= jnp.isin(token, jnp.array(ends))
-        hidden, cache = extended(token[:, None], cache)
-        cache = cache.with_length(cache.length + 1)
-        return step + 1, cache, chosen(hidden), found, ended
-
-    start = jnp.int32(0), cache, chosen(last), found, jnp.zeros(rows, bool)
-    return jax.lax.while_loop(goes_on, decode, start)[3]
+    When half of the rows are done, the others go on without them.
+    """
+    lengths, tokens = np.ones(rows, np.int32), np.zeros((rows, width), np.int32)
+    for row, prompt in enumerate(prompts):
+        lengths[row] = len(prompt)
+        tokens[row, : len(prompt)] = prompt
+    cache = empty_cache(target.config, rows, cache_capacity(width, _NEW.value), target.dtype)
+    answers, kept = ([list[Any]() for _ in prompts] for _ in range(2))
+    running, done = np.arange(rows), np.arange(rows) >= len(prompts)
+    while True:
+        model = target.config, target.layout, target.parameters()
+        cache, said = _read(*model, cache, tokens, lengths)
+        records = expectations.as_records(said)
+        chosen = records["likely"][np.arange(len(running)), lengths - 1, 0]
+        for at, row in enumerate(running):
+            if done[row]:
+                continue
+            kept[row].append(records[at, : lengths[at]])
+            answer = answers[row]
+            done[row] = len(answer) == _NEW.value or (bool(answer) and answer[-1] in ends)
+            if not done[row]:
+                answers[row].append(int(chosen[at]))
+        if done.all():
+            return [(one, np.concatenate(some)) for one, some in zip(answers, kept, strict=True)]
+        stay = np.argsort(done[running], kind="stable")
+        stay = stay[: max(_FEWEST, 1 << int(np.sum(~done) - 1).bit_length())]
+        if len(stay) < len(running):
+            cache, running, chosen = _of_rows(cache, stay), running[stay], chosen[stay]
+        tokens, lengths = chosen[:, None], np.ones(len(running), np.int32)
 
 
 def _answer() -> None:
-    """Answers what no file has yet: Spec-Bench's prompts, then the others, a group at a time."""
+    """Answers what no line has yet: Spec-Bench's prompts, then the others, a group at a time."""
     models, pair = open_pair(_TEACHER.value), load_pair(_TEACHER.value, dtype=_DTYPE.value)
     prompts, held_out = _prompts()
-    ids = [_encoded(models, one) for one in prompts]
-    most, ends = _NEW.value, pair.tokenizer.eos_token_ids
-    paths = [_file(shard) for shard in range(_SHARDS.value)]
-    done = {index for path in paths for index, _ in read_documents(path)}
-    files = [path.open("a", encoding="utf-8") for path in paths]
+    ids = [list(_encoded(models, one)) for one in prompts]
+    done = {index for index, _ in read_documents(_file())}
+    # Stacked layers compile faster, and those of integers then multiply no integers.
+    target = pair.target if pair.target.has_integers else pair.target.stacked()
     batches: list[tuple[list[int], int, int]] = []
     starts = [0, *range(held_out, len(ids), 16 * _SLOTS.value), len(ids)]
+    widths = [one for one in _WIDTHS if one <= _LONGEST.value]
     for numbers in itertools.starmap(range, itertools.pairwise(starts)):
-        for low, width in itertools.pairwise((0, *_WIDTHS)):
+        for low, width in itertools.pairwise((0, *widths)):
             some = [one for one in numbers if one not in done and low < len(ids[one]) <= width]
             rows = min(_SLOTS.value, _PREFILL_TOKENS.value // width)
             batches += [(some[at : at + rows], rows, width) for at in range(0, len(some), rows)]
-    target = pair.target.stacked()  # compiles faster
-    config, parameters = target.config, target.parameters()
-
-    def cache(rows: int, width: int) -> KVCache:
-        return empty_cache(config, rows, width + most, target.dtype)
-
-    def compiled(shape: tuple[int, int]) -> Any:
-        given = (jax.ShapeDtypeStruct(one, jnp.int32) for one in (shape, shape[:1]))
-        empty = jax.eval_shape(functools.partial(cache, *shape))
-        return _greedy.lower(config, parameters, empty, *given, most=most, ends=ends).compile()
-
-    shapes = sorted({(rows, width) for _, rows, width in batches})
-    with ThreadPoolExecutor() as pool:
-        programs = dict(zip(shapes, pool.map(compiled, shapes), strict=True))
     for numbers, rows, width in tqdm(batches, desc="Answering", unit="batch"):
-        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-        for row, number in enumerate(numbers):
-            lengths[row] = len(ids[number])
-            tokens[row, : lengths[row]] = ids[number]
-        found = np.asarray(programs[rows, width](parameters, cache(rows, width), tokens, lengths))
-        lines = [""] * len(files)
-        for row, number in enumerate(numbers):
-            answer = found[row][found[row] >= 0].tolist()
-            record = {"index": number, "prompt": list(ids[number]), "answer": answer}
-            lines[number % len(files)] += json.dumps(record) + "\n"
-        for file, some in zip(files, lines, strict=True):  # whole lines, if it is stopped
-            file.write(some)
-            file.flush()
-    for file in files:
-        file.close()
+        some = [ids[number] for number in numbers]
+        found = _answered(target, some, rows, width, pair.tokenizer.eos_token_ids)
+        part = _file().with_name(f"answers_to_{numbers[0]:06}.npy")
+        np.save(part, np.concatenate([kept for _, kept in found]))
+        lines = ""
+        for number, (answer, _) in zip(numbers, found, strict=True):
+            record = {"index": number, "prompt": ids[number], "answer": answer, "part": part.name}
+            lines += json.dumps(record) + "\n"
+        with _file().open("a", encoding="utf-8") as file:
+            file.write(lines)  # whole lines, if it is stopped
 
 
-def _of_shard(pair: Pair, shard: int) -> dict[int, Expected]:
-    """The teacher's expectations by the prompt's number."""
-    if not _file(shard).exists():
-        raise FileNotFoundError(f"{_file(shard)} is not there: --part answers makes it")
-    documents = dict(read_documents(_file(shard)))  # in the file's order, which grows at its end
-    heard = expectations.expected(
-        pair.target.stacked(),  # compiles faster
-        list(documents.values()),
-        _file(shard).with_suffix(""),
-        length=expectations.ROW_LENGTH + 1,
-        layers=heads.layers_read(pair.target.config.num_layers),
-    )
-    return dict(zip(documents, heard, strict=True))
-
-
-def _heard(pair: Pair) -> tuple[dict[int, Expected], list[Prompt]]:
-    """The expectations of all shards, and Spec-Bench's prompts, which come first."""
-    found: dict[int, Expected] = {}
-    for shard in range(_SHARDS.value):
-        found |= _of_shard(pair, shard)
+def _heard() -> tuple[dict[int, Expected], list[Prompt]]:
+    """What is kept of each prompt and its answer, and Spec-Bench's prompts, which come first."""
+    if not _file().exists():
+        raise FileNotFoundError(f"{_file()} is not there: --part answers makes it")
+    found, begins = dict[int, Expected](), defaultdict[str, int](int)
+    part_of = functools.cache(lambda name: np.load(_file().with_name(name), mmap_mode="r"))
+    for line in _file().read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        tokens = np.array([*record["prompt"], *record["answer"]], np.int32)
+        begin, length = begins[record["part"]], len(tokens)
+        begins[record["part"]] = end = begin + length
+        begin = max(begin, end - expectations.ROW_LENGTH - 1)
+        own = part_of(record["part"])[begin:end]
+        num_prompt = max(len(record["prompt"]) - (length - len(own)), 0)
+        each = {name: own[name] for name in Expected._fields[2:]}
+        found[record["index"]] = Expected(tokens[-len(own) :], num_prompt, **each)
     prompts, number = _prompts()
     return dict(sorted(found.items())), prompts[:number]
 
@@ -226,7 +223,7 @@ def _begun() -> Parameters | None:
 def _train(kind: str) -> None:
     directory = Path(_DIRECTORY.value)
     models, pair = open_pair(_TEACHER.value), load_pair(_TEACHER.value, dtype=_DTYPE.value)
-    heard, asked = _heard(pair)
+    heard, asked = _heard()
     config = pair.target.config
     results = directory / f"results_{kind}.json"
     found = json.loads(results.read_text()) if results.exists() else {}
@@ -240,7 +237,8 @@ def _train(kind: str) -> None:
             known = np.argsort(begun["token_rows"])[: begun["unembedding"].shape[1]]
             said = np.concatenate([one.tokens[one.num_prompt :] for one in learned])
             share = float(np.isin(said, known).mean())
-        own, start = heads.beginning(kind, pair.target, known, num_layers=_LAYERS.value)
+        sizes: Any = {"num_layers": _LAYERS.value, "intermediate_size": _NEURONS.value}
+        own, start = heads.beginning(kind, pair.target, known, **sizes)
         if begun is not None:
             start = start._replace(trained={name: begun[name] for name in start.trained})
         read = sum(len(one.tokens) for one in learned)
@@ -283,8 +281,6 @@ def main(_: list[str]) -> None:
     Path(_DIRECTORY.value).mkdir(parents=True, exist_ok=True)
     if _PART.value == "answers":
         _answer()
-    elif _PART.value == "features":
-        _of_shard(load_pair(_TEACHER.value, dtype=_DTYPE.value), _SHARD.value)
     else:
         _train(_PART.value)
 

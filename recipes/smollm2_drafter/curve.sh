@@ -2,12 +2,9 @@
 # All of curve.py on one GPU of 80 GB or more, from the repository's root, in about ten minutes:
 #   bash recipes/smollm2_drafter/curve.sh MODEL.gguf prompts.jsonl question.jsonl runs/curve
 set -e
-part() { PYTHONPATH=. python3 recipes/smollm2_drafter/curve.py --shards 4 --part "$@"; }
+part() { PYTHONPATH=. python3 recipes/smollm2_drafter/curve.py --part "$@"; }
 given=(--teacher "$1" --prompts_file "$2" --held_out "$3" --directory "$4")
 part answers "${given[@]}"
-export XLA_CLIENT_MEM_FRACTION=.2
-for shard in 0 1 2 3; do part features --shard $shard "${given[@]}" & done
-for job in $(jobs -p); do wait "$job"; done  # and no training without all parts
 export XLA_CLIENT_MEM_FRACTION=.3
 part eagle3 --answer_tokens 2000000,500000,1000000,0 --passes 3 "${given[@]}" &
 part dspark --answer_tokens 2000000,500000,1000000 "${given[@]}" &

@@ -233,7 +233,10 @@ def test_a_head_is_written_as_speculators_reads_it(
     model: Llama, tmp_path: Path, kind: str, fixture: str, beside: set[str]
 ) -> None:
     known = np.arange(5, 40, dtype=np.int32)
-    own, start = heads.beginning(kind, model, known, num_layers=2)
+    own, start = heads.beginning(kind, model, known, num_layers=2, intermediate_size=24)
+    loudness = np.linalg.norm(model.parameters()["down"][-1], axis=1)
+    kept = np.linalg.norm(start.trained["down"][-1], axis=1)
+    np.testing.assert_array_equal(np.sort(kept), np.sort(loudness)[-24:])
     save_hf(Llama(own, start.trained | start.frozen), tmp_path, jnp.float32)
     folders = (FIXTURES / fixture, tmp_path)
     theirs, ours = (json.loads((one / "config.json").read_text()) for one in folders)

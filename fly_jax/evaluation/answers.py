@@ -179,7 +179,7 @@ def figures(
             same = [a["token_ids"] == b["token_ids"] for a, b in zip(ours, base, strict=True)]
             tokens = sum(len(one["token_ids"]) for one in ours)
             kinds = [
-                token_class(piece)
+                token_class(piece or "\ufffd")  # the first bytes of a character
                 for one in ours
                 for piece, why in zip(one["pieces"], one["why"], strict=True)
                 if why == Why.RESCUED.letter

@@ -141,13 +141,14 @@ class Gate:
         """A few lines of text for the file and for people."""
         chosen = ", ".join(f"{name} = {self.config.to_dict()[name]}" for name in self.varied)
         checked, bound = self.checked, self.bound
+        upper = f"with 95% confidence at most {bound.in_words(self.upper)}"
         other = Bound("regret" if bound.risk == "disagreement" else "disagreement", 1.0)
         return (
             f"The rule {self.config.rule} with {chosen} keeps to at most "
             f"{bound.in_words(bound.limit)}.\n"
             f"On {len(checked.tokens)} prompts that it was not found on "
             f"({int(checked.tokens.sum())} tokens): {bound.in_words(self.rate)},\n"
-            f"with 95% confidence at most {bound.in_words(self.upper)}; "
+            f"{upper if self.upper else 'too few to be sure of more'}; "
             f"{other.in_words(other.rate(checked))};\n"
             f"{checked.mean_accepted_tokens:.2f} mean accepted tokens, "
             f"{self.exact.mean_accepted_tokens:.2f} with exact decoding and the same K.\n"

@@ -53,7 +53,7 @@ class RuleResult:
     speeds: tuple[float, ...] = ()
     prefill_seconds: float = 0.0  # of prompts; what a round takes in later is in `seconds`
     first_token_seconds: float | None = None  # the median prompt's, from when it was handed in
-    inter_token_seconds: float | None = None  # from a token to the next one, the median prompt's
+    inter_token_seconds: float | None = None  # of decoding, for each token, the median prompt's
     accepted_by_position: tuple[float, ...] = ()  # the share of drafts whose token there was kept
     draft_share: float | None = None  # of a round's seconds, where it was measured and models draft
     by_category: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
@@ -289,6 +289,7 @@ class _Measured:
         )
         verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
         kept = [depth for one in all_done for depth in one.kept]
+        most = self.engine.spec.static.num_speculative_tokens  # a deferred window may settle more
         return RuleResult(
             name=name,
             num_tokens=sum(len(one.token_ids) for one in all_done),
@@ -302,9 +303,10 @@ class _Measured:
                 for turn, seconds in zip(self.done, self.seconds, strict=True)
             ),
             first_token_seconds=_median(one.first_token_seconds for one in states),
-            inter_token_seconds=_median(one.inter_token_seconds for one in states),
+            inter_token_seconds=_median(one.seconds / len(one.token_ids) for one in all_done),
             accepted_by_position=tuple(
-                sum(depth > at for depth in kept) / len(kept) for at in range(max(kept, default=0))
+                sum(depth > at for depth in kept) / len(kept)
+                for at in range(min(max(kept, default=0), most))
             ),
             by_category={
                 category: self._of([at for at, one in enumerate(categories) if one == category])

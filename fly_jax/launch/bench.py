@@ -122,8 +122,8 @@ def _run(values: _BenchFlags) -> None:
 
 def unusual(config: DecodingConfig) -> dict[str, Any]:
     """The values that are not the defaults, but for the rule and K, which decodings name."""
-    usual, shared = DecodingConfig().to_dict(), {"rule", "num_speculative_tokens"}
-    found = config.to_dict().items()
+    usual, found = DecodingConfig().to_dict(), config.to_dict().items()
+    shared = {"rule", "num_speculative_tokens", "lossless_speculative_tokens"}
     return {key: of for key, of in found if key not in shared and of != usual[key]}
 
 

@@ -44,7 +44,9 @@ class _BenchServeFlags:
         48, "requests for each number of clients, at least one each", low=1
     )
     max_new_tokens: int = parameter(128, "most tokens of an answer", low=1)
-    concurrency: str = parameter("1,4,16", "clients at a time, with commas, each measured in turn")
+    concurrency: str = parameter(
+        "1,4,16", "clients at a time, with commas, each measured in turn with the same prompts"
+    )
     extra_body: str = parameter(
         "{}", 'JSON object whose fields every request gets, such as {"fly": {"rule": "exact"}}'
     )

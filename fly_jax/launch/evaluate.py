@@ -73,7 +73,8 @@ def main(arguments: Sequence[str]) -> None:
     others = [one for one in decode if one != DRAFT]
     configs = decodings(others, config, has_draft=values.has_draft) if others else {}
     if DRAFT in decode:
-        configs[DRAFT] = config.without_draft().replace(truncate=None)  # which is the target's
+        alone = config.replace(rule="autoregressive").without_draft()  # at that rule's temperature
+        configs[DRAFT] = alone.replace(truncate=None)  # which is the target's
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     models, mesh = open_models(values, longest)
     for one in configs.values():

@@ -51,6 +51,10 @@ def main(arguments: Sequence[str]) -> None:
     from fly_jax.launch.view import rendered
 
     runs = _read(folder, values.margin)
+    if _NAME in runs.speeds | runs.qualities:
+        raise FlyJaxError(
+            f"{folder}/{_NAME}.json is a measurement, which the report would replace; rename it."
+        )
     qualities, tables = runs.qualities, runs.tables
     speed = [row for name, one in runs.speeds.items() for row in _speed_rows(name, one, qualities)]
     result = {"margin": values.margin, "speed": speed, "quality": qualities}

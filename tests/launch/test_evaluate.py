@@ -307,6 +307,9 @@ def test_reports_that_are_refused(runs: Path, tmp_path: Path, refused: Refused) 
     (empty := tmp_path / "empty").mkdir()
     refused("report", str(empty), words=["empty", "bench"])
     whole = (runs / "code" / "results.json").read_text()
+    (runs / "report.json").write_text(whole)
+    refused("report", str(runs), words=["report.json", "rename"])
+    (runs / "report.json").unlink()
     wrong = [whole[:-20], *(whole.replace(f'"{key}"', '"x"') for key in ("right", "machine"))]
     for text in [*wrong, '{"machine": {}, "setting": {}, "tasks": {"gsm8k": {}}}']:
         (runs / "code" / "results.json").write_text(text)

@@ -45,8 +45,7 @@ def model() -> Llama:
 
 def test_a_loss_and_its_gradients(model: Llama) -> None:
     """Over a long batch they are the means of those over its pieces."""
-    shape = (ROWS // 12, 13)
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape, np.int32)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS // 12, 13), np.int32)
 
     @jax.jit
     @jax.value_and_grad

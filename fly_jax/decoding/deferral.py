@@ -192,8 +192,7 @@ def close(
     settled = jnp.where(is_open, start, end) - begin
 
     rows = jnp.arange(text.shape[0])
-    dropped = text[rows, start]
-    text = text.at[rows, start].set(jnp.where(failed, replacement, dropped))
+    text = text.at[rows, start].set(jnp.where(failed, replacement, text[rows, start]))
     pending, added = (window.why, window.reports), (block.why, block.reports)
     whys, reports = jax.tree.map(lambda old, new: _joined(old, new, length - begin), pending, added)
     steps = jnp.arange(whys.shape[1])

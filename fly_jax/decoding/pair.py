@@ -25,20 +25,14 @@ from fly_jax.decoding.drafters.head_draft import BlockDraft, HeadDraft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, ParallelDraft
 from fly_jax.errors import FlyJaxError
+from fly_jax.models import llama
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, identity, resolve
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.llama import (
-    LARGE_BYTES,
-    Llama,
-    for_backend,
-    lies_on_cpu,
-    runs_unstacked,
-    separates_layers,
-)
+from fly_jax.models.llama import LARGE_BYTES, Llama
 from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
 from fly_jax.models.tokenizer import Tokenizer, check_unicode
 from fly_jax.sharding.chips import chip_of
@@ -374,13 +368,13 @@ def load_pair(
 
     def load(one: Checkpoint, layout: Layout | None, apart: bool = True) -> Llama:
         has_integers = int8 or one.source.int8
-        separates = apart and separates_layers(one.config, layout, has_integers=has_integers)
+        separates = apart and llama.separates_layers(one.config, layout, has_integers=has_integers)
         model = load_llama(
             one, layout=layout, dtype=width, int8=int8, vocab_size=vocab_size,
             unstacked=jax.default_backend() == "cpu" and separates,
             weights_cache=weights_cache, say=say,
         )  # fmt: skip
-        if apart and runs_unstacked(model):
+        if apart and llama.runs_unstacked(model):
             model.unstack()
         return model
 
@@ -390,8 +384,8 @@ def load_pair(
     apart = [one.config.head is None or loaded.is_unstacked for one in opened.drafts]
     drafts = [load(one, draft_layout, each) for one, each in zip(opened.drafts, apart, strict=True)]
     if own is not None:
-        drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
-        for one in filter(runs_unstacked, drafts):
+        drafts = [self_draft(loaded, own, held=INT8 if llama.lies_on_cpu(loaded) else None)]
+        for one in filter(llama.runs_unstacked, drafts):
             one.unstack(owner=loaded if loaded.is_unstacked else None)
     tokenizer, is_embedded = opened.target.tokenizer, opened.is_embedded
     return Pair(loaded, tuple(drafts), tokenizer, replicated, is_embedded, opened.drafter)
@@ -429,13 +423,12 @@ def checked_drafter(
                 f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
                 "model of the target's family."
             )
-    configs = [one.config for one in models]
-    check_chain(target.config, configs, static)
+    check_chain(target.config, [one.config for one in models], static)
     if models and models[-1].config.head is not None:
         *above, head = models
         kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
         below = (target, *above)[-1]  # whose tables it may share, and then lies as they do
-        models = (*above, kind.on(for_backend(head) if below.is_unstacked else head, below))
+        models = (*above, kind.on(llama.for_backend(head) if below.is_unstacked else head, below))
     return drafter_of(models, static)
 
 
@@ -502,7 +495,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
     for level in reversed(range(len(models))):
         model, kind = models[level], DraftModel
-        model = for_backend(model) if model.config.head is None else model
+        model = llama.for_backend(model) if model.config.head is None else model
         config, lags, rests = model.config, level > 0, level == 0 and 0 in static.depths
         given: dict[str, Any] = {"lags": lags}
         if isinstance(config.head, Block):

@@ -465,8 +465,7 @@ def _run(
 
 def row_axis(few: Array | jax.ShapeDtypeStruct, many: Array) -> int | None:
     """The axis in which an array of some rows differs from that of more; None without one."""
-    differing = (axis for axis in range(few.ndim) if few.shape[axis] != many.shape[axis])
-    return next(differing, None)
+    return next((axis for axis in range(few.ndim) if few.shape[axis] != many.shape[axis]), None)
 
 
 def taken(whole: DecodeState, few: DecodeState) -> DecodeState:

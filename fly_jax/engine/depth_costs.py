@@ -185,8 +185,7 @@ class DepthCosts:
 
     def next(self, program: Program, *, may_vary: bool) -> np.ndarray:
         """The `AcceptanceStats.costs` of the next rounds, [3, depths]; `may_vary`: K is free."""
-        known = self._seconds.get(program)
-        if known is None or not may_vary:
+        if (known := self._seconds.get(program)) is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
         behind = self._lacking[program] - self._found[program][int(self.depths[0] == 0)]
         behind = max(self._pass_seconds[program], behind) * np.sign(self.depths)

@@ -543,13 +543,11 @@ class Engine:
         prefill, num_run = self._prefill, 0
         while self._offline or num_run < self._prefill_chunk:
             if not prefill.group:
-                group = self._next_group()
-                if not group:
+                if not (group := self._next_group()):
                     return
                 prefill.begin(group, self._held(), drafts=self._is_read_by_draft(group))
             # Where no rows are waited for, the chunk before is: who cancels a prompt is heard.
-            waits = not (self._offline or self.slots.live)
-            num_tokens, rows = prefill.run(waits=waits)
+            num_tokens, rows = prefill.run(waits=not (self._offline or self.slots.live))
             num_run += num_tokens
             if rows is not None:  # so that they are in the next rounds
                 self._seat(prefill.group, rows)
@@ -650,9 +648,8 @@ class Engine:
         if self.listener is not None:
             self.listener(output, dispatch.occupants)
         if self.costs is not None:
-            rounds = rounds_run(output)
             program = (len(dispatch.occupants), dispatch.attended)
-            self.costs.observe(program, rounds, taken if dispatch.is_timed else None)
+            self.costs.observe(program, rounds_run(output), taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
             for row, request_state in enumerate(dispatch.occupants):
@@ -663,8 +660,7 @@ class Engine:
                     continue
                 request_state.first_token = request_state.first_token or now
                 request_state.generation.seconds = now - (request_state.prefilled or now)
-                shown = request_state.detokenize(settled)
-                if shown is None:
+                if (shown := request_state.detokenize(settled)) is None:
                     continue
                 if shown.finish_reason is not None:
                     request_state.finished = now

@@ -286,8 +286,7 @@ def check_request(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
             "answer; shorten it, or raise max_length."
         )
-    is_list = isinstance(stop, list | tuple)
-    if not is_list or not all(isinstance(one, str) and one for one in stop):
+    if not (isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)):
         raise FlyJaxError(
             f"stop is {stop!r}; it must be a list of texts of at least one character: correct it."
         )

@@ -215,8 +215,7 @@ class RowInputs:
         self._last: tuple[tuple[RequestState | None, ...], RuleInputs] | None = None
         self._protected_ids, self._eos = tuple(protected_token_ids), spec.static.eos_token_ids
         self._given: list[Sequence[int] | None] = [None] * num_slots
-        ids = [*self._protected_ids, *self._eos]
-        self._protected = programs.put_protected(ids, num_slots)
+        self._protected = programs.put_protected([*self._protected_ids, *self._eos], num_slots)
         self._taken: Rule | None = None
         self._known: tuple[CorrectionMemory, int] | None = None
         self._keys: Int32[Array, "pairs 2"] | None = None

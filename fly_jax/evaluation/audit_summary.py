@@ -24,8 +24,7 @@ _IDENTIFIER = re.compile(r"_|[a-z][A-Z]")
 
 def token_class(text: str) -> str:
     """The name in `CLASSES` of a token's text; a part of a character is punctuation."""
-    word = text.strip()
-    if not word:
+    if not (word := text.strip()):
         return "white space"
     if any(character.isdigit() for character in word):
         return "digits"

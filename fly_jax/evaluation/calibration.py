@@ -206,8 +206,7 @@ def find_gate(
             engine = engine_of(candidate.config.to_rule())
             for some in (search, check):
                 seen = tally(decode(engine, some))
-                rate = bound.rate(seen)
-                if rate > bound.limit:
+                if (rate := bound.rate(seen)) > bound.limit:
                     allowed = _AIM * min(allowed, candidate.rate) * bound.limit / rate
                     found.remove(candidate)
                     break
@@ -240,8 +239,7 @@ def candidates(
     for value in strictness.values(rounds, _VALUES):
         for size in windows:
             one = config.replace(**{strictness.name: value, "window_size": size})
-            judged = replay(rounds, one.to_rule(), protected=protected, eos_token_ids=eos)
-            seen = tally(judged)
+            seen = tally(replay(rounds, one.to_rule(), protected=protected, eos_token_ids=eos))
             if seen.rescues.any():
                 yield Candidate(one, bound.rate(seen), seen.mean_accepted_tokens)
 

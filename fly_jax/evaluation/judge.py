@@ -119,8 +119,7 @@ def _isolate(libc: ctypes.CDLL, folder: str) -> bool:
     where = (_AT_FDCWD, b"/", _AT_RECURSIVE)
     if libc.syscall(_SYS_MOUNT_SETATTR, *where, ctypes.byref(read_only), 32):
         return False
-    size = f"size={_FILES}".encode()
-    return libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size) == 0
+    return libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, f"size={_FILES}".encode()) == 0
 
 
 def _refuse(folder: Path, event: str, given: tuple[Any, ...]) -> None:

@@ -124,8 +124,7 @@ def tally(rounds: Rounds) -> Tally:
     rescued = settled & (rounds.why == Why.RESCUED)
 
     def by_prompt(values: np.ndarray) -> np.ndarray:
-        sums = np.bincount(rounds.prompt, values, rounds.num_prompts)
-        return sums.astype(values.dtype)
+        return np.bincount(rounds.prompt, values, rounds.num_prompts).astype(values.dtype)
 
     return Tally(
         tokens=by_prompt(rounds.count), rounds=by_prompt(np.ones_like(rounds.count)),

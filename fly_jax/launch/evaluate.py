@@ -91,8 +91,7 @@ def main(arguments: Sequence[str]) -> None:
 
     folder = Path(values.output or "")
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = values.dtype or models.default_dtype(mesh.size)
-    setting = _setting(values, config, models, dtype)
+    setting = _setting(values, config, models, values.dtype or models.default_dtype(mesh.size))
     setting["devices"] = f"{mesh.size} {mesh.devices.flat[0].platform}"
     answers = Answers(folder / "answers.jsonl", setting)
     if answers.dropped:

@@ -25,14 +25,8 @@ from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
 from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFlags
 from fly_jax.parameters import parameters_of
+from fly_jax.sharding import mesh as meshes
 from fly_jax.sharding import processes
-from fly_jax.sharding.mesh import (
-    create_mesh,
-    describe,
-    enable_compilation_cache,
-    parse_mesh,
-    prepare_devices,
-)
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 if TYPE_CHECKING:
@@ -100,13 +94,13 @@ def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
 
 def open_mesh(mesh: str, compilation_cache: str | None = None) -> Mesh:
     """Makes the mesh, before anything else can start a JAX backend, and keeps what compiles."""
-    spec = parse_mesh(mesh)
-    prepare_devices(spec, processes.num_processes())
+    spec = meshes.parse_mesh(mesh)
+    meshes.prepare_devices(spec, processes.num_processes())
     try:
-        enable_compilation_cache(compilation_cache)
+        meshes.enable_compilation_cache(compilation_cache)
     except FlyJaxError as error:
         say(str(error))
-    return create_mesh(spec)
+    return meshes.create_mesh(spec)
 
 
 def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, Mesh]:
@@ -155,7 +149,7 @@ def load_opened(
 
     models.check_drafting(config)
     if mesh.size > 1:
-        say(describe(mesh))
+        say(meshes.describe(mesh))
     longest = min(longest, models.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)

@@ -112,11 +112,8 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
             config = config.replace(num_speculative_tokens=PUBLISHED_K)
         k = largest_depth(config.num_speculative_tokens)
         # FLy's rule if none is given, or a lossless one where its window does not fit.
-        if (
-            not values.gives("rule")
-            and k <= config.fly.window_size
-            and config.drafting.boundary != "defer"
-        ):
+        fits = k > config.fly.window_size or config.drafting.boundary == "defer"
+        if not (values.gives("rule") or fits):
             config = config.replace(rule="sampled" if config.sampling.temperature else "exact")
     served: dict[str, Any] = {}
     if values.serve:

@@ -118,8 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     without = ("memory", "csd_min_count", "csd_online")  # the server takes no memory
     values = Flags("serve", ServeFlags, without).parse(arguments, _HELP)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise FlyJaxError(
             f"The server needs {' and '.join(missing)}, which are not installed; install them with "
             "pip install 'fly_jax[serve]'."

@@ -44,8 +44,7 @@ def legend() -> str:
 class _Row:
     """A prompt that is being continued; its text is `waiting` while an earlier row is written."""
 
-    heading: str
-    waiting: str = ""
+    waiting: str  # at first its heading
     done: bool = False
 
 
@@ -65,7 +64,7 @@ class TextView:
         """Begins a batch, with the headings of its rows."""
         self._rows = [_Row(self._shown(prompt, _DIM)) for prompt in prompts]
         self._current = 0
-        self._write(self._rows[0].heading)
+        self._flush(self._rows[0])
 
     def push(self, row: int, texts: Sequence[str], why: Sequence[Why], done: bool = False) -> None:
         """Takes the texts of a row's settled tokens; `done` with its last ones."""
@@ -84,9 +83,7 @@ class TextView:
             yield self._current
             self._current += 1
             if self._current < len(self._rows):
-                row = self._rows[self._current]
-                self._write(row.heading)
-                self._flush(row)
+                self._flush(self._rows[self._current])
 
     def _flush(self, row: _Row) -> None:
         self._write(row.waiting)

@@ -368,9 +368,7 @@ def _attend_shard(
     )  # fmt: skip
     if more_rows and gathers:
         return jax.lax.all_to_all(mixed, more_rows, 2, 0, tiled=True)
-    if more_rows:
-        return jax.lax.all_gather(mixed, more_rows, axis=0, tiled=True)
-    return mixed
+    return jax.lax.all_gather(mixed, more_rows, axis=0, tiled=True) if more_rows else mixed
 
 
 def _attend(

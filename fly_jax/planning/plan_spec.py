@@ -21,13 +21,8 @@ from fly_jax.decoding.programs import Programs, attention_steps, cache_capacity
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import OFFLINE_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import (
-    INT8,
-    LlamaConfig,
-    MatrixType,
-    parameter_specs,
-    shared_vocabulary,
-)
+from fly_jax.models import architectures
+from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
@@ -89,7 +84,7 @@ def abstract_model(
 ) -> Llama:  # fmt: skip
     """A model with shapes for parameters, on devices that need not be there."""
     parameters = {}
-    for name, one in parameter_specs(config, matrices).items():
+    for name, one in architectures.parameter_specs(config, matrices).items():
         where = layout.sharding(one.axes, one.shape)
         parameters[name] = ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
     return Llama(config, parameters, layout)
@@ -199,7 +194,7 @@ class PlanSpec:
                 "rule that drafts are to be verified with."
             )
         for draft in self.drafts:
-            shared_vocabulary(self.target, draft)
+            architectures.shared_vocabulary(self.target, draft)
         static = self.rounds.static
         levels = static.level_speculative_tokens
         check_chain(self.target, self.drafts, static)
@@ -239,7 +234,7 @@ class PlanSpec:
 
     def without_padding(self) -> PlanSpec:
         """A copy with one vocabulary, without the padding of the larger one."""
-        size = min(shared_vocabulary(self.target, one) for one in self.drafts)
+        size = min(architectures.shared_vocabulary(self.target, one) for one in self.drafts)
         target, draft, *below = (one.with_vocabulary(size) for one in (self.target, *self.drafts))
         return dataclasses.replace(self, target=target, draft=draft, below=tuple(below))
 

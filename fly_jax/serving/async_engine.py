@@ -207,8 +207,7 @@ class AsyncEngine:
         with self._lock:  # from here on nothing is handed in
             self._refusal = refusal
         while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
+            if (command := self._commands.get()) is not None:
                 with contextlib.suppress(Exception):
                     command()
         self._tell_idle()
@@ -222,8 +221,7 @@ class AsyncEngine:
     def _take_commands(self) -> bool:
         """Runs the commands, or waits for one while nothing is decoded; False at the end."""
         while True:
-            is_idle = self.engine.is_idle
-            if is_idle:
+            if is_idle := self.engine.is_idle:
                 self._tell_idle()
             try:
                 command = self._commands.get(block=is_idle)

@@ -101,8 +101,7 @@ def drafted(
 ) -> tuple[Draft, KVCache]:
     """What is drafted when each of the models has seen so much, and the cache of the first one."""
     state = pairs.state_after(drafter, text, known, beyond)
-    k = drafter.num_speculative_tokens
-    draft, state = drafter.propose(state, text, length, k, terms)
+    draft, state = drafter.propose(state, text, length, drafter.num_speculative_tokens, terms)
     return draft, state.cache
 
 

@@ -110,8 +110,7 @@ def fly_by_the_oracle(prompt: tuple[int, ...], pair: int, noise: float) -> Emitt
 def test_steps_alone_and_the_oracle_give_the_same_tokens_and_the_account_adds_up(name: str) -> None:
     spec, seen = pairs.SPECS[name], set[str]()
     for pair, noise in ((0, 0.2), (2, 0.5), (3, 0.3), *((1, noise) for noise in pairs.NOISES)):
-        engine = pairs.pair_engine(pair, spec, noise)
-        rows = engine.generate(PROMPTS, MAX_NEW_TOKENS, seed=pair)
+        rows = pairs.pair_engine(pair, spec, noise).generate(PROMPTS, MAX_NEW_TOKENS, seed=pair)
         found = emitted_by(rows)
         assert found == foreign_engine(spec, pair, noise)
         if "fly" in name:

@@ -154,8 +154,7 @@ def test_tokens_have_the_targets_distribution(lookup: Lookup | None, below: floa
     """Speculation is lossless for the target as the rule's support cuts it, before all else."""
     rule, sampling = Exact(Margin(below) if below == 1 else None), Sampling(TEMPERATURE, TOP_K)
     spec = pairs.rounds(3, rule, sampling, lookup=lookup, eos_token_ids=())
-    engine = pairs.batch_engine(*models(), spec, ROWS)
-    rows = engine.generate([PROMPT] * DRAWS, 3)
+    rows = pairs.batch_engine(*models(), spec, ROWS).generate([PROMPT] * DRAWS, 3)
     assert all(row.num_draft_tokens == 3 * row.num_rounds for row in rows)
     accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
     assert 0.2 < accepted < 2.5, "the draft is too good or too bad to test anything"

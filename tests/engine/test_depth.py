@@ -75,8 +75,7 @@ def test_observe_counts_what_ended_the_block() -> None:
     after = observe(stats_of(*[(0.0,) * 4] * 4), verdict, live)
     found = np.array([after.matched, after.rescued, after.refused, after.cut])
     assert found.tolist() == [[1, 1, 5, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
-    again = observe(after, verdict, live)
-    assert 1 < float(again.matched[1]) < 2, "counts fade"
+    assert 1 < float(observe(after, verdict, live).matched[1]) < 2, "counts fade"
 
 
 def test_the_depth_of_most_tokens_a_second() -> None:

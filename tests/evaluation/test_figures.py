@@ -144,8 +144,7 @@ def test_retention() -> None:
 def test_mcnemar_and_tango() -> None:
     assert mcnemar(0, 0) == 1
     for gained, lost in ((3, 3), (1, 9), (40, 12)):
-        wanted = binomtest(gained, gained + lost).pvalue
-        assert mcnemar(gained, lost) == pytest.approx(wanted)
+        assert mcnemar(gained, lost) == pytest.approx(binomtest(gained, gained + lost).pvalue)
     # With no item changed the limit is z^2 / (n + z^2).
     for number, verdict in ((380, "undecided"), (381, "not worse")):
         assert compare_paired(*_verdicts(number, 0, 0, 0), 1.0)["verdict"] == verdict

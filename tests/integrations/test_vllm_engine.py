@@ -119,8 +119,7 @@ def test_each_rank_of_data_parallel_attention_decides_on_its_requests() -> None:
     # One rank after the other, each with its padding: half of the rows of a batch.
     counts, drafts, logits, bonus = (np.concatenate(pair) for pair in zip(*halves, strict=True))
     alone, found = sampler(), called(sampler(2), (counts, drafts, logits, bonus))
-    expected = np.concatenate([called(alone, half) for half in halves])
-    assert found.tolist() == expected.tolist()
+    assert found.tolist() == np.concatenate([called(alone, half) for half in halves]).tolist()
 
 
 def test_sampled_requests_have_the_targets_distribution() -> None:

@@ -18,16 +18,7 @@ import pydantic
 import pytest
 
 from fly_jax import Budget, Exact, Fly, FlyJaxError, Margin, Sampling, per_row
-from fly_jax.integrations.vllm_tpu import plugin, startup
-from fly_jax.integrations.vllm_tpu.hooks import (
-    HOOKS,
-    PACKAGES,
-    PLATFORM,
-    TRIED,
-    head_as_written,
-    hook,
-    root,
-)  # fmt: skip
+from fly_jax.integrations.vllm_tpu import hooks, plugin, startup
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import StartRefusedError, asked_for, decoding_config
 
@@ -123,21 +114,21 @@ def config(**additional: Any) -> Any:
 def stub(monkeypatch: pytest.MonkeyPatch, engine: str, without: str = "") -> Any:
     """The engine's modules, under a name, with all that is looked for or all but one."""
     monkeypatch.setitem(sys.modules, "tpu_inference", None)  # if it is installed
-    modules = [["", *module.split(".")] for module in HOOKS]
+    modules = [["", *module.split(".")] for module in hooks.HOOKS]
     for path in {engine + end for one in modules for end in accumulate(one, "{}.{}".format)}:
         made = ModuleType(path)
         made.__spec__ = ModuleSpec(path, None)
         monkeypatch.setitem(sys.modules, path, made)
-    for module, names in HOOKS.items():
+    for module, names in hooks.HOOKS.items():
         for name in names.split():
             if name != without:
                 kind, _, part = name.partition(".")
                 found = vars(sys.modules[f"{engine}.{module}"]).setdefault(kind, type(kind, (), {}))
                 setattr(found, part or "_", staticmethod(lambda *_: None))
-    return sys.modules[f"{engine}.{PLATFORM}"]
+    return sys.modules[f"{engine}.{hooks.PLATFORM}"]
 
 
-@pytest.fixture(params=list(PACKAGES))
+@pytest.fixture(params=list(hooks.PACKAGES))
 def update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Update:
     """The hook by which vLLM has a platform complete its config, with the plugin registered."""
     module = stub(monkeypatch, request.param)
@@ -156,18 +147,19 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def test_a_sentence_says_under_which_name_the_engine_was_found(update: Update, log: Any) -> None:
-    engine, (other,) = root(), set(PACKAGES) - {root()}
+    engine, (other,) = hooks.root(), set(hooks.PACKAGES) - {hooks.root()}
     update(config(fly_jax={"any_version": True}))
-    assert f"found as {engine} ({PACKAGES[engine][0]} " in log.text
+    assert f"found as {engine} ({hooks.PACKAGES[engine][0]} " in log.text
     assert f"not as {other}, with all that fly_jax needs" in log.text
-    assert f"tried with {TRIED}." in log.text
+    assert f"tried with {hooks.TRIED}." in log.text
 
 
 def test_versions_that_were_never_tried_are_refused(
     update: Update, log: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.0.1")
-    with pytest.raises(StartRefusedError, match=f"tried with {TRIED}; install those.*any_version"):
+    told = f"tried with {hooks.TRIED}; install those.*any_version"
+    with pytest.raises(StartRefusedError, match=told):
         update(config(fly_jax={}))
     assert not log.records
 
@@ -187,20 +179,20 @@ def test_a_head_of_speculators_is_loaded_and_has_the_layers_that_it_names(
     named: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub(monkeypatch, "tpu_inference")
-    llama = hook("models.jax.llama3:LlamaModel")
-    loader = hook("models.jax.llama_eagle3:EagleLlama3WeightLoader")
+    llama = hooks.hook("models.jax.llama3:LlamaModel")
+    loader = hooks.hook("models.jax.llama_eagle3:EagleLlama3WeightLoader")
     seen: dict[str, str] = {}
     llama.get_eagle3_aux_hidden_state_layers = choose = lambda self: "its own"
     loader.load_weights = load = lambda self, model, mappings: seen.update(mappings)
     given = {"midlayer.mlp.up_proj": "model.layers.0.mlp.up_proj.kernel", "fc": "model.fc.kernel"}
-    with head_as_written(SimpleNamespace(eagle_aux_hidden_state_layer_ids=named)):
+    with hooks.head_as_written(SimpleNamespace(eagle_aux_hidden_state_layer_ids=named)):
         loader().load_weights("model", given)
         assert llama().get_eagle3_aux_hidden_state_layers() == (named or "its own")
     # The engine writes the layer's number in place of the star, on both sides.
     assert seen == given | {"layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj.kernel"}
     assert llama.get_eagle3_aux_hidden_state_layers is choose
     assert loader.load_weights is load
-    with pytest.raises(ValueError, match="broken"), head_as_written(None):
+    with pytest.raises(ValueError, match="broken"), hooks.head_as_written(None):
         raise ValueError("broken")
     assert loader.load_weights is load
 
@@ -289,8 +281,7 @@ def test_each_row_has_its_requests_rule(caplog: pytest.LogCaptureFixture) -> Non
     # The program is the same whoever is in it, and when nobody is.
     assert jax.tree.structure(rows.padding(3)) == jax.tree.structure(moved)
     assert not caplog.text
-    wrong = rows.step(["d"], "d", parameters)
-    assert same(wrong.rule, per_row([Exact()], like=[Fly()]))
+    assert same(rows.step(["d"], "d", parameters).rule, per_row([Exact()], like=[Fly()]))
     assert "Request d is decoded with the rule exact" in caplog.text
 
 

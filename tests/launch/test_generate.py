@@ -170,7 +170,7 @@ def counted(monkeypatch: Patch) -> Counts:
     count(tokenizer, "_sentence_piece_vocabulary")
     count(tokenizer.Tokenizer, "encode", 1)
     count(hugging_face, "read_config")
-    for owner in (inputs, pair):
+    for owner in (inputs.meshes, pair):
         count(owner, "parse_mesh")
         count(owner, "create_mesh")
     return counts

@@ -88,8 +88,7 @@ def test_colours_tell_why() -> None:
     out.seek(0)
     out.truncate()
     view.begin(["x"])
-    why = [Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS]
-    view.push(0, "0123", why, done=True)
+    view.push(0, "0123", [Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS], done=True)
     pieces = [part.partition("m") for part in out.getvalue().split("\x1b[")]
     styles = {text: style for style, _, text in pieces if text.strip()}
     assert styles.keys() == {"x", "0", "1", "2", "3"}

@@ -22,13 +22,8 @@ from tiny_pair import VOCAB_SIZE
 from fly_jax import Lookup, generate, load_pair
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.pair import check_chain
-from fly_jax.models.architectures import (
-    YarnScaling,
-    config_fields,
-    config_of,
-    parameter_specs,
-    read_config,
-)
+from fly_jax.models import architectures
+from fly_jax.models.architectures import YarnScaling, config_fields, config_of, read_config
 from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
 from fly_jax.models.checkpoints.write import convert
@@ -120,7 +115,7 @@ def test_yarn_as_a_qwen_asks_for_it() -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    specs = parameter_specs(preset(name)).values()
+    specs = architectures.parameter_specs(preset(name)).values()
     assert sum(math.prod(spec.shape) for spec in specs) == PUBLISHED[name]
 
 
@@ -129,8 +124,7 @@ def test_presets_of_one_family_share_vocabulary_and_ends() -> None:
     assert len(newer) == 6
     ends = (128_001, 128_008, 128_009)
     assert {(one.vocab_size, one.eos_token_ids) for one in newer} == {(128_256, ends)}
-    factors = {one.rope_scaling and one.rope_scaling.factor for one in newer}
-    assert factors == {8.0, 32.0}
+    assert {one.rope_scaling and one.rope_scaling.factor for one in newer} == {8.0, 32.0}
 
 
 LLAMA3 = LLAMA31["rope_parameters"]
@@ -175,9 +169,7 @@ def test_tensors_beyond_the_family(tmp_path: Path) -> None:
         "lm_head.weight": np.asarray(model.parameters()["embedding"]),
     }
     assert_same(load_llama(altered(GOLDEN / "llama32", tmp_path, {}, more)), model)
-    more["lm_head.weight"] = (
-        more["lm_head.weight"] * 2
-    )  # as a merged adapter of a tied model has it
+    more["lm_head.weight"] = more["lm_head.weight"] * 2  # as a merged adapter has it
     folder = altered(GOLDEN / "llama32", tmp_path, {}, more)
     for unstacked in (False, True):
         loading = functools.partial(load_llama, unstacked=unstacked)

@@ -58,8 +58,7 @@ def test_every_type_is_read(tmp_path: Path, tensors: Tensors, kind: str) -> None
     # What the library's blocks say, taken through a file that holds it in float32.
     blocks = {k: gguf_files.quantised(v, stored) for k, v in tensors.items() if v.ndim == 2}
     plain = tensors | {name: gguf.dequantize(value, stored) for name, value in blocks.items()}
-    expected = load_llama(write(tmp_path / "plain.gguf", plain))
-    assert_same(load_llama(path), expected)
+    assert_same(load_llama(path), load_llama(write(tmp_path / "plain.gguf", plain)))
     if kind == "Q8_0":
         widened, up = (some["blk.0.ffn_up.weight"] for some in (plain, tensors))
         np.testing.assert_allclose(widened, up, atol=np.abs(up).max() / 127)
@@ -189,8 +188,7 @@ def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Si
         found = open_checkpoint(path).tokenizer
         assert found.encode("x<|user|>")[-1] == size - 1
         assert found.decode(found.encode("x<|user|>")) == "x<|user|>"
-        behind = found.encode("the", add_bos=False)
-        assert found.encode("<|user|>the") == [1, size - 1, *behind]
+        assert found.encode("<|user|>the") == [1, size - 1, *found.encode("the", add_bos=False)]
         for content in ("x", "x<|user|>", "<|user|><|user|>"):
             ids = found.apply_chat_template([{"role": "user", "content": content}])
             assert ids.count(size - 1) == 1

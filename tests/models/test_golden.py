@@ -252,8 +252,7 @@ def test_golden_logits_are_kept(rounded: Golden) -> None:
     assert rounded.model.has_integers
     logits = uncached(rounded.model, rounded.tokens)
     assert_near(logits, rounded.logits, 0.92)
-    exact = uncached(widened(rounded.model), rounded.tokens)
-    assert np.abs(logits - exact).max() <= 1e-4
+    assert np.abs(logits - uncached(widened(rounded.model), rounded.tokens)).max() <= 1e-4
 
 
 @pytest.mark.parametrize("kind", ["llama2", "smollm3"])
@@ -435,8 +434,7 @@ def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(monkeypatch: 
     assert np.array_equal(with_older.of_integers(*given), of_integers(*given))
     monkeypatch.setattr(quantise, "quantize", with_older.quantize)
     for matrices, expected in wanted.items():
-        found = quantised(matrix, spec, matrices)
-        assert all(map(np.array_equal, found, expected))
+        assert all(map(np.array_equal, quantised(matrix, spec, matrices), expected))
 
 
 # Rows and tokens: each step of their number, what is added to it, and more than a few.

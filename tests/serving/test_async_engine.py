@@ -146,8 +146,7 @@ def test_it_can_be_entered_again_and_refuses_meanwhile(engine: Engine) -> None:
 @within
 async def test_who_reads_too_slowly_is_stopped(running: AsyncEngine) -> None:
     stream = await running.submit(Request([1], 90), max_unread=3)
-    going = await running.submit(Request([2], 90))
-    assert len(await tokens_of(going)) == 90
+    assert len(await tokens_of(await running.submit(Request([2], 90)))) == 90
     await running.drain()
     assert stream.state.generation.finish_reason == "cancelled"
     await refused("not read as they came", tokens_of(stream))

@@ -9,13 +9,8 @@ from pydantic import ValidationError
 
 from fly_jax.decoding.config import default_config
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.http.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    of_validation,
-)
+from fly_jax.serving.http import protocol
+from fly_jax.serving.http.protocol import ApiError, ChatRequest, CompletionRequest
 from fly_jax.serving.http.request_builder import RequestBuilder
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -39,7 +34,7 @@ def test_what_changes_nothing_is_passed_over() -> None:
     given = ChatRequest.model_validate({"messages": [asked, said, *HELLO]} | HARMLESS)
     assert given.messages[0].as_template == HELLO[0]
     assert given.limit == CompletionRequest(prompt="a", max_completion_tokens=4).limit == 4
-    two = Message(role="user", content=[part, part])
+    two = protocol.Message(role="user", content=[part, part])
     assert two.as_template["content"] == "Hello\nHello"
 
 
@@ -90,7 +85,7 @@ def test_what_changes_the_answer_is_refused(kinds: tuple[Any, ...], given: Any, 
         with pytest.raises(ValidationError) as caught:
             kind.model_validate({"prompt": "a", "messages": HELLO} | given)
         within = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]
-        sentence = str(of_validation(within))
+        sentence = str(protocol.of_validation(within))
         assert sentence == words if words.endswith(".") else words in sentence
 
 

@@ -62,8 +62,7 @@ def test_the_rarest_pairs_go_first_and_of_equal_ones_the_oldest() -> None:
     memory.add([(2, 0)], 0)  # merely seen again
     memory.add([(99, 99)])
     assert len(memory) == 15
-    gone = [index for index in range(16) if memory.count(index, 0) == 0]
-    assert gone == [3, 4]
+    assert [index for index in range(16) if memory.count(index, 0) == 0] == [3, 4]
     assert memory.count(99, 99) == 1
 
 
@@ -166,8 +165,7 @@ def test_exact_decoding_teaches_what_it_corrects() -> None:
 
 def test_csd_rescues_what_the_memory_knows_and_nothing_else() -> None:
     plain = engine_with(Exact(), CorrectionMemory("v")).generate(PROMPTS, 20)
-    unsure = engine_with(Csd(1e-6), CorrectionMemory("v", min_count=10**6))
-    rows = unsure.generate(PROMPTS, 20)
+    rows = engine_with(Csd(1e-6), CorrectionMemory("v", min_count=10**6)).generate(PROMPTS, 20)
     assert [row.token_ids for row in rows] == [row.token_ids for row in plain]
     known, memory = told(plain, Why.CORRECTED), CorrectionMemory("v", min_count=0)
     memory.add(known)

@@ -234,8 +234,7 @@ def test_a_draw_takes_few_exchanges_more_than_the_argmax(steps: str) -> None:
     sampling, most = STEPS[steps]
     text, sent = drawing(sampling)
     assert sum(one.count for one in sent) <= sum(one.count for one in drawing(None)[1]) + most
-    sizes = [math.prod(shape) for one in sent for shape in one.shapes]
-    assert max(sizes) < PLACED.size / 8
+    assert max(math.prod(shape) for one in sent for shape in one.shapes) < PLACED.size / 8
     # Nothing of the whole vocabulary's size is anywhere: each device draws its own noise.
     assert f"{len(PLACED)},1,{PLACED.shape[-1]}]" not in text
     draws = placed_draws(PLACED, sampling, *NOISE, layout=LAYOUT)

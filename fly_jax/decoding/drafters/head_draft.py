@@ -165,8 +165,7 @@ class HeadDraft(HeadDrafter):
                 token = jnp.where(column(left < at), drafted[:, at][:, None], token)
             drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
             if takeover is not None:
-                rate = top_probability(logits)[:, 0]
-                drafted, left = takeover.at(at, drafted, rate, left)
+                drafted, left = takeover.at(at, drafted, top_probability(logits)[:, 0], left)
             if scores is not None:
                 scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
             return drafted[:, at][:, None], drafted, scores, left
@@ -319,5 +318,4 @@ class BlockDraft(HeadDrafter):
     def keep(self, state: KVCache, start: RowInts, hidden: Features | None) -> KVCache:
         """Keeps the keys and values of a pass's features, from each row's start on."""
         assert hidden is not None
-        cache = state.with_length(start)
-        return cache.written(self._head.injected(hidden, start), self.layout)
+        return state.with_length(start).written(self._head.injected(hidden, start), self.layout)

@@ -201,8 +201,7 @@ class DraftModel(ModelDrafter):
         self, state: ModelState, tokens: Tokens, start: Index, hidden: Hidden | None
     ) -> ModelState:
         """Runs the piece through all models."""
-        below = self.below
-        if below is None:
+        if (below := self.below) is None:
             return super().prefill(state, tokens, start, hidden)
         state, read = self._prefilled(state, tokens, start, below.hidden_layers)
         seen = read if below.needs_hidden else None
@@ -300,10 +299,8 @@ class _Run:
         end = self.length + progress.count
         tokens = slice_rows(progress.text, end - 1, 1)
         cache = progress.cache.with_length(end - 1)
-        below = self.drafter.below
-        if below is None:
-            passed = self._pass(tokens, cache, 1)
-            return self._extended(progress, passed, None)
+        if (below := self.drafter.below) is None:
+            return self._extended(progress, self._pass(tokens, cache, 1), None)
         # The pass itself gives one token, so the last one needs no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
         size = below.num_speculative_tokens
@@ -411,8 +408,7 @@ class _Run:
             confirmed = chosen[:, :-1] == proposal.tokens
             confirmed &= steps < proposal.num_drafted[:, None]
             advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
-        kept = progress.logits
-        if kept is not None and logits is not None:
+        if (kept := progress.logits) is not None and logits is not None:
             kept = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0)))(
                 kept, logits, progress.count
             )
@@ -527,8 +523,7 @@ def caught_up(
 
 def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width"]:
     """The tokens of each row, from its own start on."""
-    at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    return taken(text, at)
+    return taken(text, start[:, None] + jnp.arange(width, dtype=jnp.int32))
 
 
 def once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:

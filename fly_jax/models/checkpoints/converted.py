@@ -18,14 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import (
-    Group,
-    LlamaConfig,
-    ParameterSpec,
-    config_of,
-    parameter_specs,
-    read_config,
-)
+from fly_jax.models import architectures
+from fly_jax.models.architectures import Group, LlamaConfig, ParameterSpec, parameter_specs
 from fly_jax.models.llama import parameter_sharding
 from fly_jax.sharding.rules import Layout
 
@@ -110,11 +104,11 @@ class ConvertedSource:
                 f"{folder} holds a conversion that was not finished; run the same convert command "
                 "again, which goes on where it stopped."
             )
-        self.config = read_config(folder)
+        self.config = architectures.read_config(folder)
         self.int8 = record.dtype == "int8"
         self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
         _check_files(folder, record.files)
-        self._check_shapes(config_of(record.config, str(folder / RECORD)))
+        self._check_shapes(architectures.config_of(record.config, str(folder / RECORD)))
 
     @staticmethod
     def arranged(name: str, stored: Array, spec: ParameterSpec) -> Array:

@@ -52,8 +52,7 @@ class GgufFile:
 
     def needed(self, key: str) -> Any:
         """A value that the file must have; raises FlyJaxError where it lacks it."""
-        value = self.values.get(key)
-        if value is None:
+        if (value := self.values.get(key)) is None:
             raise FlyJaxError(
                 f"{self.path} lacks the key {key}; a GGUF file needs it: download the file again, "
                 "or convert the model anew."
@@ -65,8 +64,7 @@ class GgufFile:
         one = self.tensors[name]
         dtype, shape = one.stored
         data = np.asarray(np.memmap(self.path, dtype, "r", one.begin, shape))
-        blocks = getattr(gguf.quants, one.kind.name, None)
-        if blocks is None:
+        if (blocks := getattr(gguf.quants, one.kind.name, None)) is None:
             return data[rows].astype(np.float32)
         is_matrix = data.ndim > 1  # a part of a vector is not one of its bytes
         data = data[rows] if is_matrix else data

@@ -28,15 +28,8 @@ from fly_jax.models.architectures import (
     groups,
 )
 from fly_jax.models.attention import inverse_frequencies
+from fly_jax.models.checkpoints import hugging_face
 from fly_jax.models.checkpoints.gguf_file import GgufFile
-from fly_jax.models.checkpoints.hugging_face import (
-    arranged,
-    on_all_cores,
-    row_blocks,
-    row_sharding,
-    tensor_name,
-    tensor_shape,
-)
 from fly_jax.models.checkpoints.source import Source
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
@@ -150,7 +143,7 @@ class GgufSource:
 
     int8 = False
     stored_types = frozenset({"GGUF"})  # whatever they are, not as safetensors have them
-    arranged = staticmethod(arranged)
+    arranged = staticmethod(hugging_face.arranged)
 
     def __init__(self, file: GgufFile) -> None:
         """Checks the file without reading a weight; FlyJaxError for a wrong key or tensor."""
@@ -172,7 +165,7 @@ class GgufSource:
         needed: set[str] = set()
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
-                tensor, shape = self._tensor(group, name), tensor_shape(name, spec)
+                tensor, shape = self._tensor(group, name), hugging_face.tensor_shape(name, spec)
                 needed.add(tensor)
                 if tensor not in file.tensors:
                     raise FlyJaxError(
@@ -185,8 +178,7 @@ class GgufSource:
                         f"{list(file.tensors[tensor].shape)}; the metadata asks for {list(shape)}: "
                         "download the file again, or convert the model anew."
                     )
-        odd = next((one for one in file.tensors if one not in {*needed, _ROPE_FACTORS}), "")
-        if odd:
+        if odd := next((one for one in file.tensors if one not in {*needed, _ROPE_FACTORS}), ""):
             raise FlyJaxError(
                 f"{file.path} has the tensor {odd}, which the original models of type "
                 f"'{self.config.architecture}' do not have; give the file of one."
@@ -216,13 +208,14 @@ class GgufSource:
                 some = slice(begin + rows.start, begin + rows.stop)
                 found[rows] = self.read_rows(group, name, some)
 
-            on_all_cores(fill, row_blocks(found.shape))
+            hugging_face.on_all_cores(fill, hugging_face.row_blocks(found.shape))
             return found
 
         def kept(index: Any) -> np.ndarray:
             return part(*index[0].indices(shape[0])[:2])
 
-        return jax.make_array_from_callback(shape, row_sharding(layout, spec, shape[0]), kept)
+        sharding = hugging_face.row_sharding(layout, spec, shape[0])
+        return jax.make_array_from_callback(shape, sharding, kept)
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
         """Reads rows of a parameter's tensor in float32, in Hugging Face's order."""
@@ -236,7 +229,7 @@ class GgufSource:
 
     def _tensor(self, group: Group, name: str) -> str:
         """The name in GGUF files of a tensor of Hugging Face."""
-        found = self._names.get_name(tensor_name(group, name), (".weight", ".bias"))
+        found = self._names.get_name(hugging_face.tensor_name(group, name), (".weight", ".bias"))
         assert found is not None
         return found
 
@@ -387,10 +380,8 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
     made.decoder = decoders.ByteLevel()
     for name, kind in zip(names, kinds, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
-            special = kind == _CONTROL
-            made.add_tokens([AddedToken(name, special=special, normalized=False)])
-    bos = _begin(file)
-    if bos is not None:
+            made.add_tokens([AddedToken(name, special=kind == _CONTROL, normalized=False)])
+    if (bos := _begin(file)) is not None:
         made.post_processor = processors.TemplateProcessing(
             single=f"{names[bos]} $A", special_tokens=[(names[bos], bos)]
         )

@@ -25,14 +25,8 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import (
-    Group,
-    ParameterSpec,
-    config_of,
-    groups,
-    read_config,
-    read_json,
-)
+from fly_jax.models import architectures
+from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config
 from fly_jax.models.checkpoints.packings import Packing, StoredPart, read_packing
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
 from fly_jax.models.head_config import EAGLE3
@@ -70,9 +64,7 @@ def tensor_name(group: Group, name: str, *, of_head: bool = False) -> str:
         if name.startswith("feature_norm_"):
             return f"{name.replace('feature_norm_', 'fc_norm.')}.weight"
         return _OF_HEAD.get(name) or tensor_name(group, name).removeprefix("model.")
-    if group.layer is None:
-        return _OUTER[name]
-    return f"model.layers.{group.layer}.{_LAYER[name]}"
+    return _OUTER[name] if group.layer is None else f"model.layers.{group.layer}.{_LAYER[name]}"
 
 
 def is_transposed(name: str, spec: ParameterSpec) -> bool:
@@ -133,13 +125,13 @@ class HuggingFaceSource:
         """
         self._stored = stored_tensors(folder)
         path = folder / "config.json"
-        fields = read_json(path)
+        fields = architectures.read_json(path)
         said = fields.get("quantization_config") or fields.get("compression_config")
         self.packing = read_packing(said, str(path)) if said else None
         self.arranged: Arranging = arranged if self.packing is None else Unpacking(self.packing)
         self.config = read_config(folder)
         if _HEAD_SAYS in self._stored:  # EAGLE's own files say nothing else of it
-            self.config = config_of({**fields, "architectures": [EAGLE3]}, str(path))
+            self.config = architectures.config_of({**fields, "architectures": [EAGLE3]}, str(path))
         if self.config.head is not None:
             has_own = "lm_head.weight" in self._stored  # and otherwise neither table
             has_embedding = has_own and "embed_tokens.weight" in self._stored
@@ -270,8 +262,7 @@ class HuggingFaceSource:
 
 
 def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, StoredPart]) -> None:
-    missing = [tensor for tensor in needed if tensor not in stored]
-    if missing:
+    if missing := [tensor for tensor in needed if tensor not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise FlyJaxError(
             f"{folder} lacks the tensor {missing[0]}{more}; config.json asks for it: download the "

@@ -31,26 +31,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import (
-    INT8,
-    Group,
-    LlamaConfig,
-    ParameterSpec,
-    groups,
-    parameter_specs,
-    scale_of,
-    shared_vocabulary,
-)
+from fly_jax.models import architectures
+from fly_jax.models.architectures import INT8, Group, LlamaConfig, ParameterSpec, groups, scale_of
+from fly_jax.models.checkpoints import hugging_face
 from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
 from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer
-from fly_jax.models.checkpoints.hugging_face import (
-    HuggingFaceSource,
-    arranged,
-    on_all_cores,
-    row_blocks,
-    tensor_shape,
-)
+from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource, arranged
 from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint, identity
 from fly_jax.models.integers import multiplies_unsigned, signed, unsigned
 from fly_jax.models.llama import Llama, parameter_sharding, turns_layers
@@ -97,14 +84,16 @@ class Checkpoint:
     @property
     def num_parameters(self) -> int:
         """The numbers that the model has, the embedding's included."""
-        return sum(math.prod(one.shape) for one in parameter_specs(self.config).values())
+        specs = architectures.parameter_specs(self.config)
+        return sum(math.prod(one.shape) for one in specs.values())
 
     def check_draft(self, draft: Checkpoint) -> None:
         """Raises FlyJaxError unless a model, which is to draft for it, has the same tokens."""
         if draft.config.head is not None:  # and has no tokens of its own
             return
         if draft.config.vocab_size != self.config.vocab_size:
-            shared_vocabulary(self.config, draft.config, len(self.tokenizer.vocabulary.names))
+            own = len(self.tokenizer.vocabulary.names)
+            architectures.shared_vocabulary(self.config, draft.config, own)
         check_same_vocabulary(self.tokenizer, draft.tokenizer)
         # Its own token for drafting may be beyond those in common.
         draft.config.with_vocabulary(min(draft.config.vocab_size, self.config.vocab_size))
@@ -285,7 +274,8 @@ def _arranged(
 def _empty_stacks(
     config: LlamaConfig, parts: dict[str, Array], layout: Layout | None
 ) -> dict[str, Array]:
-    specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
+    # Also names those of a model that is not int8.
+    specs = architectures.parameter_specs(config, INT8)
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
     types = {name: part.dtype for name, part in parts.items()}
 
@@ -412,8 +402,7 @@ class _Kept:
     def _in_file(self, file: Path, say: Say) -> np.ndarray | None:
         """The bytes of a file, made where there is none; None where it cannot be kept."""
         if os.path.exists(file):  # which Path raises of a folder that may not be searched
-            data = self._checked(file)
-            if data is not None:
+            if (data := self._checked(file)) is not None:
                 with contextlib.suppress(OSError):  # of a file that is only read
                     os.utime(file)  # those that were not read go before it
                 return data
@@ -489,7 +478,7 @@ class _Kept:
             sums[key] = zlib.crc32(data[self._places[key].begin : self._places[key].end].data)
 
         if data is not None:
-            on_all_cores(add, self._places)
+            hugging_face.on_all_cores(add, self._places)
         fields: dict[str, Any] = {
             key: {
                 "dtype": _STORED_NAMES[place.dtype.name],
@@ -510,8 +499,7 @@ class _Kept:
             key, place, rows = one
             block = self._source.read_rows(place.group, place.name, rows)
             _check_finite(np.isfinite(block).all(), self, place.group, place.name)
-            scales = self._places.get(scale_of(key))
-            if scales is not None:
+            if (scales := self._places.get(scale_of(key))) is not None:
                 block, scale = quantised_rows(block.astype(np.float32))
                 write(scale, scales.of_row(rows.start))
                 if place.dtype == np.uint8:
@@ -522,9 +510,9 @@ class _Kept:
             (key, place, rows)
             for key, place in self._places.items()
             if place.name in place.group.specs(self.config)  # and is no scale
-            for rows in row_blocks(place.shape)
+            for rows in hugging_face.row_blocks(place.shape)
         ]
-        on_all_cores(convert, blocks)
+        hugging_face.on_all_cores(convert, blocks)
 
 
 def _places(config: LlamaConfig, dtype: np.dtype, integers: np.dtype | None) -> dict[str, _Place]:
@@ -534,7 +522,7 @@ def _places(config: LlamaConfig, dtype: np.dtype, integers: np.dtype | None) -> 
     """
     found = [
         _Place(
-            group, name, tensor_shape(name, spec),
+            group, name, hugging_face.tensor_shape(name, spec),
             integers if integers and spec.dtype == np.int8 else spec.dtype or dtype, 0,
         )
         for group in groups(config)

@@ -192,10 +192,8 @@ def read_packing(said: Mapping[str, Any], source: str) -> Packing:
     }  # fmt: skip
     try:
         method = said.get("quant_method")
-        if method in ways:
-            found = ways[method](said)
-            if found is not None:
-                return found
+        if method in ways and (found := ways[method](said)) is not None:
+            return found
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FlyJaxError(
             f"The quantization_config of {source} is not described as expected ({error!r}); "

@@ -18,14 +18,8 @@ from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import Group, LlamaConfig, config_fields, groups, parameter_specs
-from fly_jax.models.checkpoints import converted
+from fly_jax.models.checkpoints import converted, hugging_face
 from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, write_tokenizer
-from fly_jax.models.checkpoints.hugging_face import (
-    HuggingFaceSource,
-    is_transposed,
-    tensor_name,
-    tensor_shape,
-)
 from fly_jax.models.checkpoints.load import large_arrays_given_back, open_weights, read_group
 from fly_jax.models.checkpoints.source import Source, fingerprint
 from fly_jax.models.llama import Llama
@@ -48,10 +42,10 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16, of: str
     for group in groups(config):
         for name, spec in group.specs(config).items():
             part = parameters[name] if group.layer is None else parameters[name][group.layer]
-            shape = tensor_shape(name, spec)
-            if is_transposed(name, spec):
+            shape = hugging_face.tensor_shape(name, spec)
+            if hugging_face.is_transposed(name, spec):
                 part = part.reshape(*reversed(shape)).T
-            key = tensor_name(group, name, of_head=config.head is not None)
+            key = hugging_face.tensor_name(group, name, of_head=config.head is not None)
             tensors[key] = np.ascontiguousarray(part.reshape(shape))
     if config.head is not None and config.draft_vocab_size is not None:
         is_known = tensors["d2t"] != config.unknown_row
@@ -101,15 +95,15 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
         open_weights(output)  # is not damaged
         return
     left = _left(output, checkpoint.config)
-    sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}
+    int8 = dtype == "int8"
+    width = jnp.dtype(jnp.float32 if int8 else dtype)
+    sizes = {one: _bytes(one, checkpoint.config, width, int8) for one in groups(checkpoint.config)}
     needed, free = sum(sizes[group] for group in left), shutil.disk_usage(output).free
     if free < needed:
         raise FlyJaxError(
             f"The rest of the conversion needs {needed / 1e9:.1f} GB and {output} has room for "
             f"{free / 1e9:.1f}; give an --output on a larger disk."
         )
-    int8 = dtype == "int8"
-    width = jnp.dtype(jnp.float32 if int8 else dtype)
     total = sum(sizes.values())
     done = total - needed
     with (
@@ -121,7 +115,7 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
             # No group is held while the next is read.
             converted.write_group(output, group, read(layout=None, dtype=width, int8=int8))
             bar.update(sizes[group])
-    if not isinstance(checkpoint, HuggingFaceSource) or checkpoint.packing is not None:
+    if not isinstance(checkpoint, hugging_face.HuggingFaceSource) or checkpoint.packing is not None:
         (output / "config.json").write_text(f"{json.dumps(fields, indent=2)}\n")
     carry_tokenizer(source, checkpoint, output)
     record = converted.read_record(output)
@@ -175,7 +169,6 @@ def _left(output: Path, config: LlamaConfig) -> list[Group]:
     return [group for path, group in known.items() if not path.is_dir()]
 
 
-def _bytes(group: Group, config: LlamaConfig, dtype: converted.StoredType) -> int:
-    width = jnp.dtype(jnp.float32 if dtype == "int8" else dtype)
-    specs = group.specs(config, int8=dtype == "int8").values()
+def _bytes(group: Group, config: LlamaConfig, width: jnp.dtype, int8: bool) -> int:
+    specs = group.specs(config, int8=int8).values()
     return sum(math.prod(spec.shape) * (spec.dtype or width).itemsize for spec in specs)

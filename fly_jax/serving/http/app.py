@@ -113,8 +113,7 @@ def _about(service: Service) -> APIRouter:
     @router.get("/health", responses={503: {}})
     def health() -> Response:
         """Returns 200 while requests are taken, and 503 before all is compiled and at the end."""
-        status = 200 if service.state == "ready" else 503
-        return JSONResponse({"status": service.state}, status)
+        return JSONResponse({"status": service.state}, 200 if service.state == "ready" else 503)
 
     @router.get("/version")
     def version() -> dict[str, str]:

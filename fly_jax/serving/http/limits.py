@@ -77,8 +77,7 @@ class Guard:
                 self._on_refused(message["status"])
             await send(message)
 
-        error = self._refusal(scope)
-        if error is not None:
+        if (error := self._refusal(scope)) is not None:
             await error.response(scope, receive, telling)
             return
 

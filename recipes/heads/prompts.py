@@ -1,6 +1,6 @@
-r"""Gathers the prompts that drafters for SmolLM2 learn from, out of five public repositories.
+r"""Gathers the prompts that heads learn from, out of five public repositories.
 
-    python recipes/smollm2_drafter/prompts.py --gsm8k grade-school-math --gpteacher GPTeacher \
+    python recipes/heads/prompts.py --gsm8k grade-school-math --gpteacher GPTeacher \
         --self_instruct self-instruct --natural_questions natural-questions --multi30k dataset \
         --held_out question.jsonl --output prompts.jsonl
 

@@ -1,8 +1,8 @@
 #!/bin/bash
 # All of curve.py on one GPU of 80 GB or more, from the repository's root, in about ten minutes:
-#   bash recipes/smollm2_drafter/curve.sh MODEL.gguf prompts.jsonl question.jsonl runs/curve
+#   bash recipes/heads/curve.sh MODEL.gguf prompts.jsonl question.jsonl runs/curve
 set -e
-part() { PYTHONPATH=. python3 recipes/smollm2_drafter/curve.py --part "$@"; }
+part() { PYTHONPATH=. python3 recipes/heads/curve.py --part "$@"; }
 given=(--teacher "$1" --prompts_file "$2" --held_out "$3" --directory "$4")
 part answers "${given[@]}"
 export XLA_CLIENT_MEM_FRACTION=.3

@@ -1,6 +1,6 @@
 r"""Packs a head that was trained here: int8, and no copy of its target's embedding.
 
-    python recipes/smollm2_drafter/pack.py --head runs/curve/eagle3_2_0 --output drafters/mine \
+    python recipes/heads/pack.py --head runs/curve/eagle3_2_0 --output drafters/mine \
         --verifier Qwen/Qwen2.5-Coder-1.5B-Instruct
 
 Each output of a matrix has a scale, as `compressed-tensors` writes it, so a head in int8 decodes as

@@ -24,13 +24,15 @@ import fly_jax
 from fly_jax.decoding.pair import Dtype
 from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
-from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import save_hf
+from fly_jax.models.head_config import Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.training import expectations, heads
 from fly_jax.training.expectations import Document, Expected, batches, continued, expected, laid_out
 from fly_jax.training.trainer import Recipe, Row, steps_done, train
 
+DRAFTERS = Path(__file__).parents[2] / "drafters"
 LAYERS = heads.layers_read(CONFIG.num_layers)
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
 # What one of the two heads has and the other one has not.
@@ -252,6 +254,15 @@ def test_a_head_is_written_as_speculators_reads_it(
     assert own.head == read.config.head
     for name, values in read.parameters().items():
         np.testing.assert_array_equal(values, (start.trained | start.frozen)[name], err_msg=name)
+
+
+@pytest.mark.parametrize("folder", sorted(DRAFTERS.iterdir()), ids=lambda one: one.name)
+def test_heads_in_the_repository_open_without_a_copy_of_the_targets_embedding(folder: Path) -> None:
+    own = open_weights(folder).config
+    assert isinstance(own.head, Eagle3)
+    assert own.head.has_unembedding > own.head.has_embedding
+    assert f"{own.draft_vocab_size:,}" in (folder / "README.md").read_text()
+    assert f"MLP {own.ffw_size}" in (folder / "README.md").read_text()
 
 
 def test_an_interrupted_run_says_how_to_go_on(

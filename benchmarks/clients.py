@@ -32,7 +32,8 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 
 _TARGET = flags.DEFINE_string("target", None, "the target")
-_DRAFT = flags.DEFINE_string("draft", None, "the draft model")
+_DRAFT = flags.DEFINE_string("draft", None, "the draft model or head")
+_LOOKUP = flags.DEFINE_integer("prompt_lookup_max", 0, "of a lookup with it; 0 for none")
 _DTYPE = flags.DEFINE_string("dtype", "int8", "of the weights")
 _PROMPTS = flags.DEFINE_multi_string("prompts_file", None, "JSON lines with prompts")
 _CLIENTS = flags.DEFINE_list("clients", ["4"], "clients at a time")
@@ -74,7 +75,7 @@ def main() -> None:
     pairs = {
         "autoregressive": (alone, DecodingConfig(rule="autoregressive")),
         "lookup, exact:auto": (alone, auto.replace(prompt_lookup_max=Lookup.max_ngram)),
-        "exact:auto": (pair, auto),
+        "exact:auto": (pair, auto.replace(prompt_lookup_max=_LOOKUP.value)),
     }
     engines, warm_seconds, turns = dict[str, Engine](), dict[str, float](), list[dict[str, Any]]()
     clients_given = [int(one) for one in _CLIENTS.value]

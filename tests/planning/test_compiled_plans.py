@@ -64,7 +64,8 @@ def steps_of(name: str) -> dict[str, Step]:
         return {step.name: step for step in readmes_plan().steps}
     target, *rules, sizes = PAIRS[name]
     spec = PlanSpec(target=target, draft=SMALL, chip=V5E, mesh=MESH, **sizes)
-    layouts = Layouts(*(Layout(slice_mesh(V5E, MESH), RULES[one]) for one in rules), *rules)
+    devices = slice_mesh(V5E, MESH)
+    layouts = Layouts(*(Layout(devices, RULES[one]) for one in rules), *rules)
     first = itertools.islice(compiled_steps(spec, layouts), STEPS.index("round") + 1)
     return {step.name: step for step in first}
 

@@ -303,7 +303,9 @@ class _Measured:
                 for turn, seconds in zip(self.done, self.seconds, strict=True)
             ),
             first_token_seconds=_median(one.first_token_seconds for one in states),
-            inter_token_seconds=_median(one.seconds / len(one.token_ids) for one in all_done),
+            inter_token_seconds=_median(
+                one.seconds / len(one.token_ids) for one in all_done if one.token_ids
+            ),
             accepted_by_position=tuple(
                 sum(depth > at for depth in kept) / len(kept)
                 for at in range(min(max(kept, default=0), most))

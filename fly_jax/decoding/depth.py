@@ -35,7 +35,8 @@ class AcceptanceStats:
 
     The counts fade from round to round, with a draft or without. Costs are the seconds of a round
     of each depth, the share of the expected draft tokens that it gives, and the seconds of a pass
-    in which a draft model takes in what it lacks; empty where K is fixed.
+    in which a draft model takes in what it lacks, or where K is chosen behind the draft, of any
+    pass of the drafter; empty where K is fixed.
     """
 
     matched: RowFloats  # draft tokens that the lossless rule took
@@ -115,6 +116,7 @@ def expected_tokens(
 def choose_depth(
     stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], strict_tail: Count,
     left: RowInts, num_behind: Index, rates: DraftFloats | None = None,
+    num_passes: Array | None = None,
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:  # fmt: skip
     """Index of the depth that promises most tokens a second, and draft tokens expected of each.
 
@@ -122,8 +124,11 @@ def choose_depth(
       left: tokens that each row may still get, which a round never exceeds.
       num_behind: passes that a draft model needs before it drafts; they count for all these tokens.
       rates: of the tokens that are drafted already, 0 where there are none; else `stats` say them.
+      num_passes: of a drafter that is not in the seconds of the costs, of any depth or of each.
     """
     seconds, given, behind = stats.costs
+    if num_passes is not None:
+        seconds += num_passes * behind
     promised = (expected_tokens(stats, k, strict_tail, rates) for k in depths)
     expected = [jnp.minimum(one, left) - 1 for one in promised]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
@@ -131,3 +136,20 @@ def choose_depth(
     start = num_behind * behind / jnp.maximum(more, 1)
     speed = 1 / (seconds / (jnp.sum(live) + given * totals) + start)
     return jnp.argmax(speed).astype(jnp.int32), totals
+
+
+def worth_drafting(
+    stats: AcceptanceStats, depths: tuple[int, ...]
+) -> tuple[Index, Float32[Array, ""]]:
+    """Finds how far a draft is to go behind which K is chosen: tokens at most, and the least rate.
+
+    A further token takes a pass of the drafter and makes the target's wider. It pays if it is
+    reached in so large a share of drafts as this is of the target's pass over one token. Where one
+    depth alone is known, the draft has as many tokens.
+    """
+    seconds, _, behind = stats.costs
+    is_known = jnp.isfinite(seconds)
+    most = jnp.max(jnp.where(is_known, jnp.asarray(depths, jnp.int32), 0))
+    wider = (seconds[-1] - seconds[0]) / (depths[-1] - depths[0])
+    least = (behind[-1] + wider) / seconds[0]
+    return most, jnp.where(jnp.all(is_known), least, 0)

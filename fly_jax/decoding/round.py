@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import Emitted, close, defer
-from fly_jax.decoding.depth import choose_depth, observe
+from fly_jax.decoding.depth import choose_depth, observe, worth_drafting
 from fly_jax.decoding.drafters.drafter import Draft, Drafter, Terms
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.decoding.reports import report
@@ -82,7 +82,7 @@ class RoundProgram:
             state = dataclasses.replace(state, keys=split[:, 0])
 
         # 1) Propose.
-        if drafter is not None and drafter.rates_drafts:
+        if self._is_rated:
             draft, drafter_state = self._propose(state, draft_keys, None)
             depth, expected = self._depth(state, live, draft)
             if depth is not None:
@@ -140,11 +140,13 @@ class RoundProgram:
         if self.drafter is not None:
             num_behind = self.drafter.passes_behind(state.drafter, state.length, live)
         given = static.depths, strict_tail, state.limit - state.length, num_behind
-        rates = None
+        rates, num_passes = None, None
+        if self.drafter is not None and self.drafter.rates_drafts:
+            num_passes = jnp.asarray(static.depths, jnp.int32)  # of a draft yet to be drawn
         if draft is not None and draft.rates is not None:
             is_real = jnp.arange(draft.rates.shape[1]) < draft.num_drafted[:, None]
-            rates = jnp.where(is_real, draft.rates, 0)
-        chosen, expected = choose_depth(state.stats, live, *given, rates)
+            rates, num_passes = jnp.where(is_real, draft.rates, 0), jnp.sum(draft.num_passes)
+        chosen, expected = choose_depth(state.stats, live, *given, rates, num_passes)
         if state.window is not None:  # which only draft tokens can complete
             is_open = jnp.any(state.window.is_open & live)
             chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
@@ -157,10 +159,14 @@ class RoundProgram:
         if drafter is None:
             nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
             return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
+        least_rate = None
+        if self._is_rated and self.static.depths and state.stats is not None:
+            depth, least_rate = worth_drafting(state.stats, self.static.depths)
         wanted = None if depth is None else jnp.full_like(state.length, depth)
-        if drafter.adapts or drafter.rests:  # for a finished row nobody is to wait
+        # For a finished row nobody is to wait.
+        if drafter.adapts or drafter.rests or least_rate is not None:
             wanted = jnp.where(state.finished, 0, k if wanted is None else wanted)
-        terms = Terms(wanted, self.inputs.sampling, keys, self.inputs.earlier)
+        terms = Terms(wanted, self.inputs.sampling, keys, self.inputs.earlier, least_rate)
         return drafter.propose(state.drafter, state.tokens, state.length, k, terms)
 
     def _verify(self, state: DecodeState, draft: Draft, keys: RowKeys | None) -> _Seen:
@@ -199,6 +205,13 @@ class RoundProgram:
         longest = jnp.max(jnp.where(state.finished, 0, draft.num_drafted))
         index = jnp.searchsorted(jnp.asarray(widths), longest)
         return jax.lax.switch(index, [functools.partial(run, width) for width in widths])
+
+    @property
+    def _is_rated(self) -> bool:
+        """Whether K is chosen behind the draft, whose drawn tokens must not say how many count."""
+        drafter = self.drafter
+        draws = self.inputs.sampling is not None and bool(drafter and drafter.num_models)
+        return drafter is not None and drafter.rates_drafts and not draws
 
     @property
     def _may_be_short(self) -> bool:

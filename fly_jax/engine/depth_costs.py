@@ -60,9 +60,9 @@ class DepthCosts:
     """The seconds of a round of each depth, by its program: its rows and the positions it attends.
 
     They are the target's pass and the draft model's passes. The number of these is followed for all
-    depths together: with a lookup below, drafts take fewer where text repeats itself. The share of
-    the expected draft tokens that rounds give is followed for each depth. Of the rounds that were
-    read, `num_rounds` has the number by K.
+    depths together: with a lookup below, drafts take fewer where text repeats itself. Of rated
+    drafts it is known when K is chosen. The share of the expected draft tokens that rounds give is
+    followed for each depth. Of the rounds that were read, `num_rounds` has the number by K.
     """
 
     def __init__(self, depths: Sequence[int], *, below: int = 0, rated: bool = False) -> None:
@@ -77,7 +77,8 @@ class DepthCosts:
         self.current = self.num_speculative_tokens  # K of the last round that was read
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._found: dict[Program, np.ndarray] = {}  # the seconds that were timed
-        self._lacking: dict[Program, float] = {}  # of a round of the least K; see `learn`
+        # Of a round of the least K with more passes; see `learn`.
+        self._lacking: dict[Program, float] = {}
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
@@ -95,7 +96,8 @@ class DepthCosts:
 
         The target's pass over the fewest draft tokens is taken to be as long as over none. Nothing
         is taken to be longer than with more rows or positions: the machine may have been slow just
-        then. `lacking` are the seconds of a round of the least K with a pass for what it lacked.
+        then. `lacking` are the seconds of a round of the least K with a pass for what it lacked, or
+        where drafts are rated, with the draft of the largest.
         """
         self._found[program], self._lacking[program] = np.asarray(seconds, np.float32), lacking
         if any(num_passes) and self.depths[0] == 0:
@@ -106,12 +108,16 @@ class DepthCosts:
             lowest: np.ndarray = np.minimum.reduce([self._found[other] for other in others])
             if one == program or np.any(lowest < self._found[one]):
                 self._found[one] = lowest
-                self._seconds[one], self._pass_seconds[one] = self._divided(lowest)
+                self._seconds[one], self._pass_seconds[one] = self._divided(one)
 
-    def _divided(self, found: np.ndarray) -> tuple[np.ndarray, float]:
+    def _divided(self, program: Program) -> tuple[np.ndarray, float]:
         """Divides the seconds of rounds into those of the target's pass and a pass of the draft."""
-        each = 0.0
-        if self._num_passes.any():
+        found, each = self._found[program], 0.0
+        if self._rated and self._num_passes.any():
+            more = float(self._num_passes[-1] - self._num_passes[0])
+            each = max(self._lacking[program] - float(found[0]), 0.0) / max(more, 1.0)
+            found = np.maximum(found - each * self._num_passes, 0)
+        elif self._num_passes.any():
             # A first pass is wider than those after it, which are most of a long draft.
             enough = self._num_passes >= min(2.0, float(self._num_passes.max()))
             each = max(float(((found - found[0])[enough] / self._num_passes[enough]).min()), 0.0)
@@ -131,11 +137,13 @@ class DepthCosts:
         num_passes, lacks = dict.fromkeys(self.depths, 0.0), 0.0
         assert attended is not None
 
-        def run(row: DecodeState, depth: int) -> tuple[list[Round], float]:
+        def run(
+            row: DecodeState, depth: int, drafted: int | None = None
+        ) -> tuple[list[Round], float]:
             nonlocal state
             for at in range(rows):
                 state, _ = programs.insert(state.attending(None), row, [at])
-            only = programs.put(_only(depth, self.depths))
+            only = programs.put(_only(depth, self.depths, drafted))
             state = jax.block_until_ready(state.attending(attended).choosing(only))
             begin = time.perf_counter()
             state, output = programs.run(state, inputs, rows)
@@ -161,6 +169,9 @@ class DepthCosts:
             ran, seconds = min((run(lacking, depth) for _ in range(2)), key=lambda one: one[1])
             more = sum(one.num_passes for one in ran) - num_passes[depth] * len(ran)
             lacks = found[depth] + max(seconds - found[depth] * len(ran), 0.0) / max(more, 1)
+        if self._rated and any(num_passes.values()):
+            runs = (run(one, self.depths[0], self.num_speculative_tokens) for _ in range(_TIMINGS))
+            lacks = min(seconds / len(ran) for ran, seconds in runs)
         for row in range(rows):
             state = programs.release(state.attending(None), row)
         self.learn((rows, attended), list(found.values()), list(num_passes.values()), lacks)
@@ -187,9 +198,11 @@ class DepthCosts:
         """The `AcceptanceStats.costs` of the next rounds, [3, depths]; `may_vary`: K is free."""
         if (known := self._seconds.get(program)) is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
-        behind = self._lacking[program] - self._found[program][int(self.depths[0] == 0)]
-        behind = max(self._pass_seconds[program], behind) * np.sign(self.depths)
-        known = self._with_draft(program, known)
+        behind = np.full(len(self.depths), self._pass_seconds[program])
+        if not self._rated:
+            lacking = self._lacking[program] - self._found[program][int(self.depths[0] == 0)]
+            behind = np.maximum(behind, lacking) * np.sign(self.depths)
+            known = self._with_draft(program, known)
         # Fewer draft tokens take no longer, whatever has been timed.
         known = np.minimum.accumulate(known[::-1])[::-1]
         stays = np.equal(self.depths, self.current) & (not self._rated)
@@ -213,7 +226,7 @@ class DepthCosts:
             return True
         program = min(programs)
         # As all depths were timed: of those that run the seconds may have risen since, alone.
-        timed = self._with_draft(program, self._divided(self._found[program])[0])
+        timed = self._with_draft(program, self._divided(program)[0])
         kept = np.minimum(self.kept_of_hoped * self._hoped, self.depths)
         each = timed / (num_live * (1 + kept))
         pays = (each[0] - min(each)) * new >= self.read_seconds * sum(lengths)
@@ -256,8 +269,8 @@ class DepthCosts:
         elif num_passes <= usual:  # others took in what the draft model lacked
             now = (usual - num_passes) / could_save
             self._passes_saved += _WEIGHT * (min(now, 1.0) - self._passes_saved)
-        is_one = num_passes <= usual and len(drafted) == len(rounds)
-        is_one &= last == self.current or self._rated
+        is_one = len(drafted) == len(rounds)
+        is_one &= self._rated or (num_passes <= usual and last == self.current)
         # A shorter draft than was asked for takes a narrower pass.
         is_one &= at == 0 or all(one.longest > self.depths[at - 1] for one in drafted)
         if seconds is not None and is_one:
@@ -291,7 +304,12 @@ def rounds_run(output: RoundOutput) -> list[Round]:
     return [Round(*one) for is_run, *one in rounds if is_run]
 
 
-def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
-    """Costs, [3, depths], by which this depth is chosen whatever is accepted."""
+def _only(depth: int, depths: Sequence[int], drafted: int | None = None) -> np.ndarray:
+    """Costs, [3, depths], by which this depth is chosen whatever is accepted.
+
+    A rated draft then has as many tokens, or as many as are to be `drafted`.
+    """
     seconds = np.where(np.equal(depths, depth), 1, np.inf)
+    if drafted is not None and drafted > depth:
+        seconds = np.where(np.equal(depths, drafted), np.finfo(np.float32).max / 2, seconds)
     return np.stack((seconds, np.ones(len(depths)), np.zeros(len(depths)))).astype(np.float32)

@@ -680,7 +680,8 @@ class Engine:
         self.prefill_seconds += now - max(seated.dispatched, self._last_read)
         self._last_read = now
         for request_state in seated.requests:
-            request_state.prefilled = seated.dispatched if is_late else now
+            late = max(seated.dispatched, request_state.seated or 0.0)
+            request_state.prefilled = late if is_late else now
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         for slot, to in moves:

@@ -23,6 +23,7 @@ from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadSta
 from fly_jax.decoding.drafters.lookup import _RATES
 from fly_jax.decoding.drafters.model import ParallelDraft
 from fly_jax.decoding.pair import OpenPair, checked_drafter
+from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
@@ -190,6 +191,7 @@ def engine_of(name: str, kind: str = "eagle3", **given: Any) -> Engine:
         *itertools.product(["eagle3", "dspark", "pard"], ["exact", "sampled"], [0.0]),
         ("eagle3", "depths", 0.0), ("eagle3", "depths below", 0.0),
         ("eagle3", "exact below", 2.0), ("eagle3", "exact, lookup", 0.0),
+        ("eagle3", "depths, lookup", 0.0),
         ("dspark", "sampled, lookup", 0.0),
     ],
 )  # fmt: skip
@@ -208,14 +210,74 @@ def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> N
         assert engine.generate([one], LIMIT, seed=1 + row)[0].token_ids == found[row].token_ids
 
 
-def taken_over(text: list[int], own: list[int], rates: Array) -> tuple[list[int], int]:
+def taken_over(
+    text: list[int], own: list[int], rates: Array, enough: int = LIMIT
+) -> tuple[list[int], int]:
     """The draft of a row, and from where it is copied: by the rule, place by place."""
     for place, left in enumerate(range(k := len(own), 0, -1)):
         lookup = Lookup(num_speculative_tokens=left)
         rest, matching, _ = pairs.looked_up(lookup, [*text, *own[:place]])
-        if len(rest) == left and _RATES[min(matching, len(_RATES)) - 1] > rates[place]:
+        is_enough = len(rest) >= min(left, enough)
+        if is_enough and _RATES[min(matching, len(_RATES)) - 1] > rates[place]:
             return [*own[:place], *rest], place
     return own, k
+
+
+def test_a_draft_behind_which_k_is_chosen_ends_where_no_more_of_it_pays() -> None:
+    """With the shares of its tokens that are kept, and what a lookup in front has found of it."""
+    target, head, k = pairs.random_target(PAIR), head_of("eagle3"), 5
+    random = np.random.default_rng(0)
+    said = [random.integers(0, 9, random.integers(4, 30)).tolist() for _ in range(16)]
+    said[0] = [7, 8, 9] * 4  # the latest match is followed by three tokens
+    text, length = pairs.padded(said, 64)
+
+    @functools.partial(jax.jit, static_argnames="lookup")
+    def drafted(least: Array | None, lookup: Lookup | None = None) -> Draft:
+        drafter = built(target, head, k, lookup=lookup)
+        state = read(drafter, text, features(target, drafter, text))
+        return drafter.propose(state, text, length, k, Terms(least_rate=least))[0]
+
+    whole, plain = drafted(jnp.float32(0)), drafted(None)
+    np.testing.assert_array_equal(whole.tokens, plain.tokens)
+    assert plain.rates is None
+    assert whole.rates is not None
+    rates = np.asarray(whole.rates)
+    assert np.all(whole.num_drafted == k)
+    assert np.all((rates > 1 / 4) & (rates <= 1)), "of three known tokens the likeliest"
+    reached = np.cumprod(rates, axis=1).mean(axis=0)
+    ended = set()
+    for least in (0.9 * reached[1], 1.1 * reached[1], 0.99):
+        (short,) = jax.device_get([drafted(jnp.float32(least))])
+        most = 1 + int(np.sum(np.cumprod(reached[:-1] > least)))
+        assert short.num_passes.tolist() == [most]
+        np.testing.assert_array_equal(short.num_drafted, most)
+        np.testing.assert_array_equal(short.tokens[:, :most], whole.tokens[:, :most])
+        np.testing.assert_array_equal(short.rates[:, :most], rates[:, :most])
+        ended.add(most)
+    assert len(ended) > 1, "the case proves nothing"
+
+    (copied,) = jax.device_get([drafted(jnp.float32(0), Lookup())])
+    lengths = set()
+    for row, one in enumerate(said):
+        expected, place = taken_over(one, whole.tokens[row].tolist(), rates[row], enough=3)
+        number = copied.num_drafted[row]
+        assert copied.tokens[row, :number].tolist() == expected
+        np.testing.assert_array_equal(copied.rates[row, :place], rates[row, :place])
+        assert np.all(np.isin(copied.rates[row, place:number], np.float32(_RATES)))
+        lengths.add((place < k, int(number)))
+    assert {(False, k), (True, k), (True, 3)} <= lengths, "the case proves nothing"
+
+
+def test_how_many_drawn_tokens_count_is_chosen_before_they_are_drawn(monkeypatch: Any) -> None:
+    """Else what was drawn would say so; one that is not drawn may be longer than what counts."""
+    costs = np.array([[1.0, 1.01, 4.0], [1.0] * 3, [0.01] * 3], np.float32)
+    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
+    longer = {}
+    for name in ("exact", "sampled"):
+        spec = pairs.SPECS[name].with_static(depths=(1, 2, 5))
+        (one,) = pairs.pair_engine(PAIR, spec, head_of("eagle3")).generate(PROMPTS[:1], LIMIT)
+        longer[name] = one.num_draft_passes - one.num_draft_tokens
+    assert longer["exact"] > longer["sampled"] == 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "pard"])

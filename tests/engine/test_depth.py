@@ -19,7 +19,13 @@ from launch_types import Patch
 from random_pairs import CAPACITY, ROWS, SPECS, autoregressive, pair_engine, random_target
 
 from fly_jax import Engine, Exact, Fly, Lookup, Request, RequestState, Sampling, Verdict, Why
-from fly_jax.decoding.depth import AcceptanceStats, choose_depth, expected_tokens, observe
+from fly_jax.decoding.depth import (
+    AcceptanceStats,
+    choose_depth,
+    expected_tokens,
+    observe,
+    worth_drafting,
+)
 from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RoundOutput
@@ -90,6 +96,29 @@ def test_the_depth_of_most_tokens_a_second() -> None:
     both = stats_of((90.0, 0.0, 0.1, 0.0), (0.1, 0.0, 9.0, 0.0), seconds=(1.0, 1.5))
     for first in (True, False):
         assert chosen_of(both, jnp.array([first, not first]), (1, 9)) == first
+
+
+def test_a_draft_goes_on_while_a_further_token_may_pay() -> None:
+    stats = stats_of((9, 0, 1, 0), seconds=(1.0, 1.2, 2.0))
+    stats = dataclasses.replace(stats, costs=stats.costs.at[2].set(0.1))
+    most, least = worth_drafting(stats, (0, 2, 5))
+    assert (int(most), float(least)) == (5, pytest.approx((1.0 / 5 + 0.1) / 1.0))
+    for depth in (0, 2, 5):  # one of which alone is known is drafted whole
+        forced = dataclasses.replace(stats, costs=jnp.asarray(depth_costs._only(depth, (0, 2, 5))))
+        assert tuple(map(float, worth_drafting(forced, (0, 2, 5)))) == (depth, 0)
+        drafted = jnp.asarray(depth_costs._only(depth, (0, 2, 5), 5))
+        forced = dataclasses.replace(stats, costs=drafted)
+        assert tuple(map(float, worth_drafting(forced, (0, 2, 5)))) == (5, 0)
+        more = jnp.array([True]), (0, 2, 5), 0, jnp.array([99]), jnp.int32(0), jnp.ones((1, 5))
+        assert (0, 2, 5)[int(choose_depth(forced, *more)[0])] == depth
+
+
+def test_passes_that_a_draft_took_are_a_part_of_every_round_with_it() -> None:
+    """With many of them another token takes a smaller share of the round."""
+    stats, rates = stats_of((9, 0, 1, 0), seconds=(1.0, 2.0)), jnp.array([[0.9]])
+    stats = dataclasses.replace(stats, costs=stats.costs.at[2].set(0.1))
+    given = stats, jnp.array([True]), (0, 1), 0, jnp.array([99]), jnp.int32(0)
+    assert [int(choose_depth(*given, rates, jnp.int32(n))[0]) for n in (0, 1, 2, 9)] == [0, 0, 1, 1]
 
 
 def test_a_forced_depth_is_that_fixed_k_in_sampling_too(monkeypatch: Patch) -> None:
@@ -352,6 +381,18 @@ def test_no_k_of_rated_drafts_is_stayed_with_and_all_share_what_they_keep() -> N
     assert deepest == 3.0, "as narrow as a K of 2"
     *_, deepest = costs.after([Round(4, 2, 4.0, longest=3)], 2.5, times=50)[0]
     np.testing.assert_allclose(deepest, 2.5, rtol=0.01)
+
+
+def test_passes_of_rated_drafts_are_timed_by_themselves() -> None:
+    """A K is chosen behind them, by what the target's pass takes."""
+    costs = DepthCosts((0, 2, 4), rated=True)
+    costs.learn((1, 64), [1.1, 1.5, 2.2], [1, 2, 4], lacking=1.4)  # with a draft of 4 in vain
+    seconds, _, behind = costs.next((1, 64), may_vary=True)
+    np.testing.assert_allclose(seconds, [1.0, 1.3, 1.8], rtol=1e-5)
+    np.testing.assert_allclose(behind, 0.1, rtol=1e-5)
+    for _ in range(60):  # whatever number of passes a round has had
+        costs.observe((1, 64), [Round(2, 1, 1.0, num_passes=4)], 1.9)
+    np.testing.assert_allclose(costs.next((1, 64), may_vary=True)[0][1], 1.5, rtol=1e-3)
 
 
 def test_drafts_of_little_hope_fade_slowly() -> None:

@@ -49,12 +49,15 @@ class Terms:
         `fold_in(key, p)`, so that drafters that agree draw the same token.
       earlier: tokens of earlier answers, the last ones at the end and -1 where there are none yet;
         None where none are kept.
+      least_rate: where K is chosen behind the draft, which ends where no token would be reached
+        that often; None elsewhere.
     """
 
     wanted: RowInts | None = None
     sampling: Sampling | None = None
     keys: RowKeys | None = None
     earlier: Int[Array, " earlier"] | None = None
+    least_rate: Float32[Array, ""] | None = None
 
     def of_each(self, length: RowInts, num_speculative_tokens: int) -> RowInts:
         """Tokens wanted of each row, in a draft of K."""
@@ -95,7 +98,8 @@ class Drafter(abc.ABC):
       may_fall_short: it may propose fewer tokens than it was asked for.
       rests: its state may lack any part of the text's end, which `propose` then takes in.
       adapts: a row that wants fewer tokens may save a pass.
-      rates_drafts: it costs next to nothing and gives `Draft.rates`: K is chosen behind it.
+      rates_drafts: it gives `Draft.rates` where `Terms.least_rate` is given: K is chosen behind it,
+        if it draws nothing.
       resumes: `prefill` may begin behind tokens that it took in or proposed, in the same state.
       unseen: tokens at the end of a text, as a round leaves it, that the state does not hold yet.
       needs_hidden: `prefill`, `observe` and `keep` are given hidden states of the model that it

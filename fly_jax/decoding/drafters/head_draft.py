@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms, top_probability
+from fly_jax.decoding.drafters.lookup import Growing
 from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache, held_caches
 from fly_jax.models.head import BlockHead, Eagle3Head
@@ -18,8 +19,8 @@ from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tok
 from fly_jax.verification.data import STATIC, column
 from fly_jax.verification.rules import Verdict
 
-# The last token, all of the draft, its logits and where copies begin; what is fed next; the slots.
-_Carry = tuple[tuple[Array, Array, Array | None, Array], Array, KVCache]
+# The last token, the draft and its logits; what is fed next; the slots.
+_Carry = tuple[tuple[Array, Growing, Array | None], Array, KVCache]
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +75,8 @@ class HeadDraft(HeadDrafter):
     over the features of the last K + 1 positions, which are as many as a round may have settled.
     Below a draft model, whose features lie as far as that model's own cache, some more are missing.
     """
+
+    rates_drafts = True
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
@@ -146,51 +149,64 @@ class HeadDraft(HeadDrafter):
         last = jnp.maximum(length - 2, 0)
         cache = fill(cache, start).with_length(last)
         hidden, fed, _ = head.run(*given(last, 1), cache)
-        drafted = jnp.zeros((rows, num_speculative_tokens), jnp.int32)
-        scores = None
+        shape, least, scores = (rows, num_speculative_tokens), terms.least_rate, None
         if terms.sampling is not None:
-            scores = jnp.zeros((rows, num_speculative_tokens, self.config.vocab_size), jnp.float32)
+            scores = jnp.zeros((*shape, self.config.vocab_size), jnp.float32)
 
         takeover = self._takeover(text, length, num_speculative_tokens, terms)
         wanted = terms.of_each(length, num_speculative_tokens)
-        left = jnp.full_like(length, num_speculative_tokens)
+        put = jax.lax.dynamic_update_slice_in_dim
 
         def choose(
-            at: int | Index, hidden: Array, drafted: Array, scores: Array | None, left: Array
-        ) -> tuple[Array, Array, Array | None, Array]:
+            at: int | Index, hidden: Array, draft: Growing, scores: Array | None
+        ) -> tuple[Array, Growing, Array | None]:
             """The token of each row, and the draft and the scores with it."""
             logits = head.logits(hidden)
             token = terms.choose(logits, length[:, None] + at, self.layout)
+            rate, is_copied = top_probability(logits), column(draft.left < at)
             if takeover is not None:
-                token = jnp.where(column(left < at), drafted[:, at][:, None], token)
-            drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
+                token = jnp.where(is_copied, draft.tokens[:, at][:, None], token)
+            draft = draft._replace(tokens=put(draft.tokens, token, at, 1))
+            if draft.rates is not None:
+                known = jnp.where(is_copied, draft.rates[:, at][:, None], rate)
+                draft = draft._replace(rates=put(draft.rates, known, at, 1))
             if takeover is not None:
-                drafted, left = takeover.at(at, drafted, top_probability(logits)[:, 0], left)
-            if scores is not None:
-                scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
-            return drafted[:, at][:, None], drafted, scores, left
+                draft = takeover.at(at, draft, rate[:, 0])
+            scores = None if scores is None else put(scores, logits, at, 1)
+            return draft.tokens[:, at][:, None], draft, scores
 
         def draft_one(index: Index, carry: _Carry) -> _Carry:
-            (token, drafted, scores, left), fed, cache = carry
+            (token, draft, scores), fed, cache = carry
             cache = cache.with_length(length - 2 + index)
             hidden, fed, new = head.run(token, fed, cache)
-            chosen = choose(index, hidden, drafted, scores, left)
+            chosen = choose(index, hidden, draft, scores)
             return chosen, fed, cache.written(new, self.layout)
 
-        most = terms.most(num_speculative_tokens)
-        carry: _Carry = (choose(0, hidden, drafted, scores, left), fed, cache)
-        if takeover is None:
+        def goes_on(given: tuple[Array, _Carry]) -> Array:
+            """Tells whether a row lacks tokens that pay."""
+            index, ((_, draft, _), *_) = given
+            lacks = jnp.minimum(wanted, draft.left) > index
+            if draft.rates is None or least is None:
+                return jnp.any(lacks)
+            reached = jnp.where(jnp.arange(num_speculative_tokens) < index, draft.rates, 1)
+            reached = jnp.where(lacks, jnp.prod(reached, axis=1), 0)
+            return jnp.sum(reached) > least * jnp.sum(wanted > 0)
+
+        most: int | Index = terms.most(num_speculative_tokens)
+        rates = None if least is None else jnp.zeros(shape)
+        empty = Growing(jnp.zeros(shape, jnp.int32), rates, jnp.full_like(length, shape[1]), wanted)
+        carry: _Carry = (choose(0, hidden, empty, scores), fed, cache)
+        if takeover is None and least is None:
             carry = jax.lax.fori_loop(1, most, draft_one, carry)
         else:  # it ends where every row has its draft
             most, carry = jax.lax.while_loop(
-                lambda given: jnp.any(jnp.minimum(wanted, given[1][0][3]) > given[0]),
-                lambda given: (given[0] + 1, draft_one(*given)),
-                (jnp.int32(1), carry),
+                goes_on, lambda given: (given[0] + 1, draft_one(*given)), (jnp.int32(1), carry)
             )
-        (_, drafted, scores, left), _, cache = carry
+        (_, made, scores), _, cache = carry
         num_passes = (num_passes + jnp.maximum(most, 1)).astype(jnp.int32)
-        draft = Draft(drafted, scores, wanted, num_passes[None])
-        draft = draft if takeover is None else takeover.ended(draft, left)
+        count = wanted if least is None else jnp.minimum(wanted, most)
+        draft = Draft(made.tokens, scores, count, num_passes[None], made.rates)
+        draft = draft if takeover is None else takeover.ended(draft, made)
         known = length - 1
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
 

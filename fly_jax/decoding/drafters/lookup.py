@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
-from fly_jax.shapes import DraftTokens, Index, RowFloats, RowInts, Text
+from fly_jax.shapes import DraftFloats, DraftTokens, Index, RowFloats, RowInts, Text
 from fly_jax.verification.data import column, taken
 
 Match = Literal["earliest", "latest"]
@@ -20,6 +20,8 @@ Match = Literal["earliest", "latest"]
 # Seen with Qwen2.5-Coder-1.5B on prompts of Spec-Bench and HumanEval (docs/performance.md).
 _RATES = (0.25, 0.45, 0.6, 0.65, 0.75, 0.8, 0.85, 0.95)
 _RATES_OF_EARLIER = (0.18, 0.35, 0.35, 0.4, 0.48, 0.48, 0.55, 0.65)  # in earlier answers
+# A copy that is no shorter may take a draft over where K is chosen behind it.
+_ENOUGH = 3
 # Each length is looked for by operations of its own.
 _LONGEST_NGRAM = 64
 
@@ -124,6 +126,19 @@ def look_up(
     return tokens, jnp.where(matching > 0, available, 0).astype(jnp.int32), matching, best
 
 
+class Growing(NamedTuple):
+    """A draft that is being made.
+
+    `left` is the place from which a row's is copied, K where none is; `end` the tokens that it will
+    have. The rates are those of `Draft`, or None.
+    """
+
+    tokens: DraftTokens
+    rates: DraftFloats | None
+    left: RowInts
+    end: RowInts
+
+
 @dataclasses.dataclass(frozen=True)
 class Takeover:
     """A lookup in front of a drafter: it goes on with a row's draft where it promises more.
@@ -135,7 +150,8 @@ class Takeover:
     lossless rule stays lossless.
 
     Attributes:
-      wanted: tokens wanted of each row; the match must be followed by as many as are left of them.
+      wanted: tokens wanted of each row. The match must be followed by as many as are left of them,
+        or by a few where K is chosen behind the draft.
     """
 
     lookup: Lookup
@@ -144,45 +160,50 @@ class Takeover:
     wanted: RowInts
     terms: Terms
 
-    def at(
-        self, place: int | Index, tokens: DraftTokens, rate: RowFloats, left: RowInts
-    ) -> tuple[DraftTokens, RowInts]:
-        """The draft and `left`, the place from which each row's is copied (K where none is).
+    def at(self, place: int | Index, draft: Growing, rate: RowFloats) -> Growing:
+        """The draft, copied from this place on where that promises more.
 
         Args:
-          tokens: the draft, in which the tokens up to this place count.
+          draft: the tokens up to this place count.
           rate: the probability of each row's token at this place, to its drafter.
         """
+        tokens, rates, left, end = draft
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
             self.text, tokens, self.length
         )
-        rest = dataclasses.replace(self.terms, wanted=self.wanted - place)
+        wanted = self.wanted - place
+        rest = dataclasses.replace(self.terms, wanted=wanted)
         found, _ = self.lookup.propose((), text, self.length + place, len(places), rest)
         assert found.rates is not None
-        is_whole = (found.num_drafted == rest.wanted) & (place < jnp.minimum(self.wanted, left))
-        takes = is_whole & (found.rates[:, 0] > rate)
-        copied = jnp.roll(found.tokens, place, axis=1)
-        tokens = jnp.where(column(takes) & (places >= place), copied, tokens)
-        return tokens, jnp.where(takes, place, left)
+        enough = wanted if rates is None else jnp.minimum(wanted, _ENOUGH)
+        takes = (found.num_drafted >= enough) & (place < jnp.minimum(self.wanted, left))
+        takes &= found.rates[:, 0] > rate
+        is_copied = column(takes) & (places >= place)
+        tokens = jnp.where(is_copied, jnp.roll(found.tokens, place, axis=1), tokens)
+        if rates is not None:
+            rates = jnp.where(is_copied, jnp.roll(found.rates, place, axis=1), rates)
+        end = jnp.where(takes, place + found.num_drafted, end)
+        return Growing(tokens, rates, jnp.where(takes, place, left), end)
 
     def over(self, draft: Draft) -> Draft:
         """A whole draft, taken over from where its tokens are less probable, or where it ends."""
         assert draft.rates is not None
         places = jnp.arange(draft.tokens.shape[1])
         rates = jnp.where(places < column(draft.num_drafted), draft.rates, 0)
-        start = draft.tokens, jnp.full_like(self.length, len(places))
-        tokens, left = jax.lax.fori_loop(
-            0, len(places), lambda at, given: self.at(at, given[0], rates[:, at], given[1]), start
+        own = Growing(draft.tokens, None, jnp.full_like(self.length, len(places)), self.wanted)
+        made = jax.lax.fori_loop(
+            0, len(places), lambda at, given: self.at(at, given, rates[:, at]), own
         )
-        return self.ended(dataclasses.replace(draft, tokens=tokens, rates=None), left)
+        return self.ended(draft, made)
 
-    def ended(self, draft: Draft, left: RowInts) -> Draft:
-        """The draft with the scores and the number of tokens that the copied ones have."""
-        count, logits = jnp.where(left < self.wanted, self.wanted, draft.num_drafted), draft.logits
+    def ended(self, draft: Draft, made: Growing) -> Draft:
+        """The draft with its copied tokens, their scores and their number."""
+        count = jnp.where(made.left < self.wanted, made.end, draft.num_drafted)
+        logits = draft.logits
         if logits is not None:  # as if drawn from what is certain
-            is_copied = jnp.arange(draft.tokens.shape[1]) >= column(left)
-            is_it = draft.tokens[..., None] == jnp.arange(logits.shape[-1])
+            is_copied = jnp.arange(made.tokens.shape[1]) >= column(made.left)
+            is_it = made.tokens[..., None] == jnp.arange(logits.shape[-1])
             certain = jnp.where(is_it, 0, -jnp.inf)
             logits = jnp.where(is_copied[..., None], certain, logits)
-        return dataclasses.replace(draft, num_drafted=count, logits=logits)
+        return Draft(made.tokens, logits, count, draft.num_passes, made.rates)

@@ -98,13 +98,10 @@ def test_the_extra_serve_is_asked_for_in_one_room() -> None:
     assert asked == extra
 
 
-@pytest.mark.parametrize(
-    ("link", "to", "holds"),
-    [
-        *((name, Path("fly_jax", name), "__init__.py") for name in _LINKS),
-        ("fly_jax/configs", Path("..", "configs"), "*.toml"),
-    ],
-)
+@pytest.mark.parametrize(("link", "to", "holds"), [
+    *((name, Path("fly_jax", name), "__init__.py") for name in _LINKS),
+    ("fly_jax/configs", Path("..", "configs"), "*.toml"),
+])  # fmt: skip
 def test_link(link: str, to: Path, holds: str) -> None:
     assert (_ROOT / link).readlink() == to
     assert list((_ROOT / link).glob(holds))

@@ -414,14 +414,11 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
         "Decoding": (DecodingConfig, Drafting, Limits), "Loosened rules": tuple(RULES.values()),
         "Limits of loosened rules": (Budget,), "Lookup": (Lookup,), "Sampling": (Sampling,),
     }  # fmt: skip
-    return {
-        group: tuple(
-            dataclasses.replace(one, **here.get(one.name, {}))
-            for part in parts
-            for one in parameters_of(part)
-        )
-        for group, parts in groups.items()
-    }
+    found = {}
+    for group, parts in groups.items():
+        own = (one for part in parts for one in parameters_of(part))
+        found[group] = tuple(dataclasses.replace(one, **here.get(one.name, {})) for one in own)
+    return found
 
 
 def decoding_parameters() -> dict[str, Parameter]:

@@ -144,12 +144,13 @@ def worth_drafting(
     """Finds how far a draft is to go behind which K is chosen: tokens at most, and the least rate.
 
     A further token takes a pass of the drafter and makes the target's wider. It pays if it is
-    reached in so large a share of drafts as this is of the target's pass over one token. Where one
-    depth alone is known, the draft has as many tokens.
+    reached in so large a share of drafts as this is of the target's pass over one token, by the
+    share of the expected tokens that drafts give. Where K is not free, the rate is 0, and the draft
+    has as many tokens as the only depth that is known.
     """
-    seconds, _, behind = stats.costs
+    seconds, given, behind = stats.costs
     is_known = jnp.isfinite(seconds)
     most = jnp.max(jnp.where(is_known, jnp.asarray(depths, jnp.int32), 0))
     wider = (seconds[-1] - seconds[0]) / (depths[-1] - depths[0])
-    least = (behind[-1] + wider) / seconds[0]
+    least = (behind[-1] + wider) / (seconds[0] * given[-1])
     return most, jnp.where(jnp.all(is_known), least, 0)

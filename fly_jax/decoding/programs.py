@@ -220,10 +220,8 @@ class Programs:
         """
         models, begin = (self._parameters, self._resting), self._index(start)
         may_rest = self._drafter is not None and self._drafter.rests
-        given = self.put(np.asarray(drafts)) if may_rest else None
-        return self._call(
-            _prefill_chunk, self._shapes, size, attended, *models, state, begin, given
-        )
+        given = begin, self.put(np.asarray(drafts)) if may_rest else None
+        return self._call(_prefill_chunk, self._shapes, size, attended, *models, state, *given)
 
     def run(
         self, state: DecodeState, inputs: RuleInputs, num_rows: int | None = None

@@ -145,9 +145,8 @@ def token_logprobs(
         reports.draft, reports.choice, reports.draft_log_prob, reports.choice_log_prob,
         reports.top.replacement_log_prob, reports.top.ids, reports.top.log_probs,
     )  # fmt: skip
-    for token_id, draft, choice, of_draft, of_choice, of_replacement, ids, values in zip(
-        token_ids, *map(column, leaves), strict=True
-    ):
+    rows = zip(token_ids, *map(column, leaves), strict=True)
+    for token_id, draft, choice, of_draft, of_choice, of_replacement, ids, values in rows:
         # A window that has failed puts the choice where the draft token was reported as kept.
         drawn = of_draft if token_id == draft else of_replacement
         own = of_choice if token_id == choice else drawn

@@ -142,7 +142,8 @@ class RoundProgram:
         given = static.depths, strict_tail, state.limit - state.length, num_behind
         rates, num_passes = None, None
         if self.drafter is not None and self.drafter.rates_drafts:
-            num_passes = jnp.asarray(static.depths, jnp.int32)  # of a draft yet to be drawn
+            # Of a draft yet to be drawn: the first is always made.
+            num_passes = jnp.maximum(jnp.asarray(static.depths, jnp.int32), 1)
         if draft is not None and draft.rates is not None:
             is_real = jnp.arange(draft.rates.shape[1]) < draft.num_drafted[:, None]
             rates, num_passes = jnp.where(is_real, draft.rates, 0), jnp.sum(draft.num_passes)
@@ -162,6 +163,8 @@ class RoundProgram:
         least_rate = None
         if self._is_rated and self.static.depths and state.stats is not None:
             depth, least_rate = worth_drafting(state.stats, self.static.depths)
+            room = state.limit - state.length - 1
+            depth = jnp.minimum(depth, jnp.where(least_rate > 0, room, k))
         wanted = None if depth is None else jnp.full_like(state.length, depth)
         # For a finished row nobody is to wait.
         if drafter.adapts or drafter.rests or least_rate is not None:
@@ -209,9 +212,10 @@ class RoundProgram:
     @property
     def _is_rated(self) -> bool:
         """Whether K is chosen behind the draft, whose drawn tokens must not say how many count."""
-        drafter = self.drafter
-        draws = self.inputs.sampling is not None and bool(drafter and drafter.num_models)
-        return drafter is not None and drafter.rates_drafts and not draws
+        if (drafter := self.drafter) is None:
+            return False
+        draws = self.inputs.sampling is not None and drafter.num_models > 0
+        return drafter.rates_drafts and not draws
 
     @property
     def _may_be_short(self) -> bool:

@@ -24,7 +24,7 @@ _WEIGHT, _MOST = 0.2, 2.0
 _FIRST_TOKENS, _FADING = 32.0, 0.02
 # The least share of them that counts as kept, so that drafting is never given up for good; of rated
 # drafts the likeliest go on with less.
-_LEAST_KEPT, _LEAST_RATED_KEPT = 0.5, 0.2
+_LEAST_KEPT, _LEAST_RATED_KEPT = 0.5, 0.05
 # Before anything is known: the draft tokens that rows keep, of those usually hoped for, and the
 # share that a level below saves of the passes of the draft model that it could save. Else nobody
 # would find out.
@@ -104,10 +104,11 @@ class DepthCosts:
             self._num_passes = np.asarray(num_passes, np.float32)
         for one in self._found:
             others = [other for other in self._found if np.all(np.less_equal(one, other))]
-            self._lacking[one] = min(self._lacking[other] for other in others)
+            lacking = min(self._lacking[other] for other in others)
             lowest: np.ndarray = np.minimum.reduce([self._found[other] for other in others])
-            if one == program or np.any(lowest < self._found[one]):
-                self._found[one] = lowest
+            is_less = lacking < self._lacking[one] or np.any(lowest < self._found[one])
+            if one == program or is_less:
+                self._found[one], self._lacking[one] = lowest, lacking
                 self._seconds[one], self._pass_seconds[one] = self._divided(one)
 
     def _divided(self, program: Program) -> tuple[np.ndarray, float]:

@@ -185,10 +185,9 @@ class Engine:
         """
         config = pair.config(config, **given)
         spec = pair.spec(config, audits=audits)
+        learns = spec.static.reports_mismatches or reports_mismatches
         spec = spec.with_static(
-            max_logprobs=max_logprobs,
-            reports_evidence=reports_evidence,
-            reports_mismatches=spec.static.reports_mismatches or reports_mismatches,
+            max_logprobs=max_logprobs, reports_evidence=reports_evidence, reports_mismatches=learns
         )
         offline = offline or prompts is not None
         if memory is not None:
@@ -512,7 +511,7 @@ class Engine:
         period = self.spec.static.num_speculative_tokens + 1 if looks_up else self._vocab_size
         for attended, number in places:
             length = min(max(attended // 2, 1), self.max_length - 1)
-            prompt = [at % period for at in range(length)]
+            prompt = [period - 1 - at % period for at in range(length)]
             row, lacking = self._row_read(prompt), None
             if cast(Drafter, self.drafter).rests:
                 lacking = self._row_read(prompt, min(length // 2, 2 * CATCH_UP_AFTER))
@@ -680,8 +679,7 @@ class Engine:
         self.prefill_seconds += now - max(seated.dispatched, self._last_read)
         self._last_read = now
         for request_state in seated.requests:
-            late = max(seated.dispatched, request_state.seated or 0.0)
-            request_state.prefilled = late if is_late else now
+            request_state.prefilled = request_state.seated if is_late else now
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         for slot, to in moves:

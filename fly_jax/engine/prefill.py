@@ -106,10 +106,8 @@ class ChunkPlan:
 
     def all(self) -> set[tuple[int, int, int]]:
         """The keys of all programs that may run."""
-        alone = itertools.product((1,), self.sizes, self._steps)
-        together = {
-            (rows, size, self._steps[0]) for rows in self.rows[1:] for size in self.sizes_of(rows)
-        }
+        alone, least = itertools.product((1,), self.sizes, self._steps), self._steps[0]
+        together = ((rows, size, least) for rows in self.rows[1:] for size in self.sizes_of(rows))
         return {*alone, *together}
 
     def needed(self, prompts: _Prompts, held: _Prompts, block: int) -> set[tuple[int, int, int]]:

@@ -138,7 +138,7 @@ class RequestState:
       num_reused: tokens of the prompt that another request had brought into the caches.
       submitted: when it was, by `time.perf_counter`, as for all that follow, which are None before.
       seated: when its prompt had been dispatched and it got a slot.
-      prefilled: when its prompt had been run, as far as the host has seen, else was begun.
+      prefilled: when its prompt had been run, as far as the host has seen; else as `seated`.
       first_token: when it was read.
       finished: when its last token was read, or it was cancelled.
     """
@@ -370,7 +370,6 @@ class StopChecker:
         return len(self._held)
 
     def _released(self, settled: Settled, number: int) -> Settled | None:
-        """Releases the first held tokens."""
         given, self._held = self._held[:number], self._held[number:]
         if not given:
             return None

@@ -187,10 +187,6 @@ def or_dash(value: float | None, form: str = "{:.2f}") -> str:
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
     """Aligns columns: the first one and those in `left` to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index == 0 or index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    pads = [str.ljust if at == 0 or at in left else str.rjust for at in range(len(widths))]
+    cells = (zip(pads, row, widths, strict=True) for row in rows)
+    return ["  ".join(pad(cell, width) for pad, cell, width in row).rstrip() for row in cells]

@@ -48,9 +48,8 @@ def fill_memory(
     pair from others, so that a run does not go on with another one. FlyJaxError where the file
     cannot be written, or is no memory of this vocabulary and of this run.
     """
-    memory, start = begin_memory(
-        path, pair.tokenizer.digest, prompts, num_speculative_tokens, max_new_tokens, models
-    )
+    settings = num_speculative_tokens, max_new_tokens, models
+    memory, start = begin_memory(path, pair.tokenizer.digest, prompts, *settings)
     is_first = process_id() == 0
     run = json.loads(memory.note)["run"] if is_first else None
     config = pair.config(rule="exact", num_speculative_tokens=num_speculative_tokens)

@@ -284,11 +284,11 @@ class _Measured:
         """The figures; the texts are those of the first turn."""
         states = [one for turn in self.done for one in turn]
         all_done = [one.generation for one in states]
-        texts = tuple(
-            pair.tokenizer.decode(one.generation.token_ids, continues=True) for one in self.done[0]
-        )
+        first = [one.generation.token_ids for one in self.done[0]]
+        texts = tuple(pair.tokenizer.decode(one, continues=True) for one in first)
         verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
         kept = [depth for one in all_done for depth in one.kept]
+        per_token = (one.seconds / len(one.token_ids) for one in all_done if one.token_ids)
         most = self.engine.spec.static.num_speculative_tokens  # a deferred window may settle more
         return RuleResult(
             name=name,
@@ -303,9 +303,7 @@ class _Measured:
                 for turn, seconds in zip(self.done, self.seconds, strict=True)
             ),
             first_token_seconds=_median(one.first_token_seconds for one in states),
-            inter_token_seconds=_median(
-                one.seconds / len(one.token_ids) for one in all_done if one.token_ids
-            ),
+            inter_token_seconds=_median(per_token),
             accepted_by_position=tuple(
                 sum(depth > at for depth in kept) / len(kept)
                 for at in range(min(max(kept, default=0), most))

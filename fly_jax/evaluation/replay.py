@@ -54,9 +54,8 @@ def record(
     """Decodes prompts by an engine with `reports_evidence`, and keeps every round."""
     parts: list[dict[str, Any]] = []
     numbers: dict[RequestState, int] = {}
-    engine.listener = lambda output, occupants: parts.append(
-        _of_dispatch(output, occupants, numbers, engine.max_length)
-    )
+    most = engine.max_length
+    engine.listener = lambda output, who: parts.append(_of_dispatch(output, who, numbers, most))
     requests = engine.requests(prompts, max_new_tokens)
     if engine.costs is None:  # a chosen K would follow this machine's: then it is the largest
         engine.warm_up_for(requests)

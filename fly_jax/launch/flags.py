@@ -321,8 +321,7 @@ class DecodingFlags:
         Without models, as in a plan, they are laid over FLy as published.
         """
         if not self.config:
-            suits = models and default_config(is_embedded=models.is_embedded)
-            config = suits or DecodingConfig()
+            config = default_config(is_embedded=models.is_embedded) if models else DecodingConfig()
         else:
             with joint_errors():  # all take process 0's file, as they do its prompts
                 read = load_config(self.config).to_dict() if process_id() == 0 else None

@@ -196,12 +196,9 @@ def _read_windows(hf: Given, num_layers: int, is_windowed: Callable[[int], bool]
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     if window is None:
         return {}
-    kinds = hf.get("layer_types")
-    found = tuple(
-        layer
-        for layer in range(num_layers)
-        if (kinds[layer] == "sliding_attention" if kinds else is_windowed(layer))
-    )
+    kinds, layers = hf.get("layer_types"), range(num_layers)
+    has_one = [kinds[at] == "sliding_attention" if kinds else is_windowed(at) for at in layers]
+    found = tuple(at for at in layers if has_one[at])
     return {"sliding_window": int(window), "windowed_layers": found} if found else {}
 
 
@@ -318,12 +315,13 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
     """The tokens that end texts, by both files of a model of any family; FlyJaxError for others."""
     paths = (folder / name for name in ("config.json", "generation_config.json"))
     said = {path: read_json(path).get("eos_token_id") for path in paths if path.exists()}
+    found: tuple[int, ...] = ()
     for path, value in said.items():
         try:
-            _token_ids(value)
+            found += _token_ids(value)
         except TypeError as error:
             raise FlyJaxError(f"{path} has {error}; give a number, or a list of them.") from error
-    return tuple(one for value in said.values() for one in _token_ids(value))
+    return found
 
 
 def config_of(fields: Given, source: str = "config.json") -> LlamaConfig:

@@ -72,10 +72,8 @@ def rotate(x: Queries, cosines: Angles, sines: Angles) -> Queries:
     """Rotates the pair (i, i + head/2) of every head by its angle: Hugging Face's pairing."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None], sines[:, :, None]
-    turned = jnp.concatenate(
-        (first * cosines - second * sines, second * cosines + first * sines), axis=-1
-    )
-    return turned.astype(x.dtype)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 # Numbers of a vector register; products of other widths have a slow end.
@@ -133,25 +131,15 @@ def attend_cached(
     more_rows = tuple(name for name in axes_in(cache_spec[1]) if name not in rows)
     lengths = axes_in(cache_spec[3])
     gathered = tuple(name for name in split if name in (*more_rows, *lengths))
+    own = tuple(name for name in split if name not in gathered)
     attend = functools.partial(
-        _attend_shard,
-        heads=here._replace(
-            split=tuple(name for name in split if name not in gathered),
-            kv_split=axes_in(cache_spec[2]),
-        ),
-        attended=cache.attended,
-        gathers=bool(gathered),
-        more_rows=more_rows,
-        lengths=lengths,
-    )
+        _attend_shard, heads=here._replace(split=own, kv_split=axes_in(cache_spec[2])),
+        attended=cache.attended, gathers=bool(gathered), more_rows=more_rows, lengths=lengths,
+    )  # fmt: skip
+    whole, of_rows = PartitionSpec(), PartitionSpec(query_spec[0])
+    specs = (query_spec, new_spec, new_spec, cache_spec, cache_spec, whole, of_rows, whole, whole)
     return jax.shard_map(
-        attend,
-        mesh=layout.mesh,
-        in_specs=(
-            query_spec, new_spec, new_spec, cache_spec, cache_spec, PartitionSpec(),
-            PartitionSpec(query_spec[0]), PartitionSpec(), PartitionSpec(),
-        ),
-        out_specs=query_spec,
+        attend, mesh=layout.mesh, in_specs=specs, out_specs=query_spec,
         check_vma=False,  # it cannot see that a merged result is the same everywhere
     )(query, key, value, cache.keys, cache.values, layer, cache.length, window, ahead)  # fmt: skip
 
@@ -193,9 +181,8 @@ def attend_alone(
     kv_heads, capacity = cache.keys.shape[2:4]
     entries = cache.keys, cache.values
     if rest := -capacity % _BLOCK:
-        entries = jax.tree.map(
-            lambda one: jnp.pad(one, [(0, 0)] * 3 + [(0, rest), (0, 0)]), entries
-        )
+        fill = [(0, 0)] * 3 + [(0, rest), (0, 0)]
+        entries = jax.tree.map(lambda one: jnp.pad(one, fill), entries)
     own_width = (-(-time // _BLOCK) + 1) * _BLOCK  # blocks in which the pass's own tokens may lie
 
     def of_row(query: Array, key: Array, value: Array, start: Array, row: Array) -> Array:
@@ -205,9 +192,8 @@ def attend_alone(
 
         def placed(own: Array) -> Array:
             nothing = jnp.zeros((kv_heads, own_width, head), cache.keys.dtype)
-            return jax.lax.dynamic_update_slice(
-                nothing, own.astype(nothing.dtype), (0, start % _BLOCK, 0)
-            )
+            at = (0, start % _BLOCK, 0)
+            return jax.lax.dynamic_update_slice(nothing, own.astype(nothing.dtype), at)
 
         own = placed(key), placed(value)
 
@@ -394,9 +380,7 @@ def _attend(
     # Contiguous query heads share contiguous key/value heads, a few of those that are here.
     first, needed = _shared_heads(heads, num_heads, kv_heads)
     if needed < key.shape[1]:
-        key, value = (
-            jax.lax.dynamic_slice_in_dim(one, first, needed, axis=1) for one in (key, value)
-        )
+        key, value = (jax.lax.dynamic_slice_in_dim(one, first, needed, 1) for one in (key, value))
     parts = [Part(key, value, own)]
     if read:
         at = (layer, 0, first, 0, 0)

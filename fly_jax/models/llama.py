@@ -275,7 +275,6 @@ class Llama(nnx.Module):
 
     def _of_all_tokens(self, scores: Float[Array, "rows time known"]) -> Logits:
         """The scores of every token, where only some have rows."""
-        scores = scores.astype(jnp.float32)
         if self.config.draft_vocab_size is not None:
             rows = self.token_rows[...]
             scores = jnp.where(rows == self.config.unknown_row, -jnp.inf, scores[..., rows])

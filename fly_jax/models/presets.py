@@ -26,7 +26,6 @@ def _fields(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tuples(table: dict[str, Any]) -> dict[str, Any]:
-    """A table whose lists are tuples."""
     return {key: tuple(one) if isinstance(one, list) else one for key, one in table.items()}
 
 

@@ -93,9 +93,8 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
     parameters |= {name: target.stack(name) for name in sorted(rest)}
     for name, spec in specs.items():
         names = (name, scale_of(name))
-        places = layout and tuple(
-            layout.sharding(wanted[one].axes, wanted[one].shape) for one in names
-        )
+        both = [wanted[one] for one in names]
+        places = layout and tuple(layout.sharding(one.axes, one.shape) for one in both)
         stored = tuple(target.stack(one) if one in target.layers else None for one in names)
         # No more than one stack is in memory twice.
         rounded = jax.block_until_ready(_rounding(spec, matrices, held, places)(stored))

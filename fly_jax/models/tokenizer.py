@@ -79,11 +79,8 @@ class Tokenizer:
     def matching(self, patterns: Sequence[str]) -> tuple[int, ...]:
         """The ids of tokens whose text has one of the patterns; raises as `re` does."""
         compiled = [re.compile(pattern) for pattern in patterns]
-        return tuple(
-            index
-            for index in range(len(self.vocabulary.names) if compiled else 0)
-            if any(pattern.search(self.token_text(index)) for pattern in compiled)
-        )
+        ids = range(len(self.vocabulary.names) if compiled else 0)
+        return tuple(at for at in ids if any(one.search(self.token_text(at)) for one in compiled))
 
     def piece_texts(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str]:
         """The text of each token; a split character belongs to the token that completes it."""
@@ -423,20 +420,15 @@ class SentencePieceVocabulary:
         """Takes the library's model, the token that begins a prompt, if any, and added pieces."""
         self._model, self._bos = model, bos_token_id
         self.names = tuple(model.id_to_piece(index) for index in range(model.get_piece_size()))
-        self.control_ids = frozenset(
-            index
-            for index in range(len(self.names))
-            if model.is_control(index) or model.is_unknown(index) or model.is_unused(index)
-        )
+        kinds, ids = (model.is_control, model.is_unknown, model.is_unused), range(len(self.names))
+        self.control_ids = frozenset(at for at in ids if any(is_one(at) for is_one in kinds))
         self.controls = {self.names[index]: Control(index) for index in sorted(self.control_ids)}
         self.added = tuple(name.replace(_SPACE, " ") for name in added)
         # To llama.cpp what follows such a piece begins a text, with a space; not to the library.
         marks = [one for one in self.added if cuts_at_added and len(one.strip()) > 1]
         self._marks = {name: Control(model.piece_to_id(name)) for name in marks}
         # Most models put a space in front of a text, and so strip one from its start.
-        spaced = (
-            index for index, name in enumerate(self.names) if re.match("\u2581[^\u2581]", name)
-        )
+        spaced = (at for at, name in enumerate(self.names) if re.match("\u2581[^\u2581]", name))
         one = next((index for index in spaced if index not in self.control_ids), None)
         self._strips_space = one is not None and not model.decode([one]).startswith(" ")
 

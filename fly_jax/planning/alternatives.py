@@ -39,7 +39,7 @@ def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, 
     even = spec.mesh.num_devices // dict(spec.mesh.axes).get("x", 1)
     whole = even * _largest(lambda times: fits_rows(even * times), _MOST_ROWS // even)
     rows = next(filter(fits_rows, range(whole + even - 1, whole, -1)), whole)
-    context = _CONTEXT_STEP * _largest(fits_steps, spec.max_context // _CONTEXT_STEP)
+    context = _CONTEXT_STEP * _largest(fits_steps, spec.target.max_context // _CONTEXT_STEP)
     if peak_bytes <= spec.chip.memory_bytes:
         return max(rows, spec.rows), max(context, spec.context), ()
     return rows, context, tuple(_remedies(spec, fits, rows, context))

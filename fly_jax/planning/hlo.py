@@ -374,11 +374,8 @@ def large_shapes(
     layout: Layout | None, config: LlamaConfig, rows: int, capacity: int
 ) -> set[tuple[int, ...]]:
     """The shapes, on one device, of a model's caches and of each of its stacks of matrices."""
-    arrays = [
-        (spec.axes, spec.shape)
-        for spec in parameter_specs(config).values()
-        if spec.inputs and spec.axes[0] == "layers"
-    ]
+    specs = parameter_specs(config).values()
+    arrays = [(one.axes, one.shape) for one in specs if one.inputs and one.axes[0] == "layers"]
     arrays += [(CACHE_AXES, cache_shape(one, rows, capacity)) for one in held_caches(config)]
     return {
         shape if layout is None else layout.sharding(axes, shape).shard_shape(shape)

@@ -169,11 +169,6 @@ class PlanSpec:
         """Tokens of each prompt."""
         return self.context - 1 if self.prompt_length is None else self.prompt_length
 
-    @property
-    def max_context(self) -> int:
-        """Tokens that the target takes; a draft is not asked."""
-        return self.target.max_context
-
     def chunk_plan(self, target: Layout) -> ChunkPlan:
         """The engine's plan of prompts, with the target in this layout."""
         is_whole = bool(target.rules.cache_length)
@@ -209,10 +204,11 @@ class PlanSpec:
                 "The target's own matrices were given as its draft, and another draft below them; "
                 "they propose alone: leave one of the two out."
             )
-        if not 2 <= self.context <= self.max_context:
+        most = self.target.max_context  # a draft is not asked
+        if not 2 <= self.context <= most:
             raise FlyJaxError(
-                f"The context is {self.context}; these models take 2 to {self.max_context} tokens: "
-                "give one in that range."
+                f"The context is {self.context}; these models take 2 to {most} tokens: give one in "
+                "that range."
             )
         if not 1 <= self.prefilled < self.context:
             raise FlyJaxError(

@@ -111,18 +111,13 @@ class Plan:
     def replicated(self) -> list[str]:
         """Lines on the kinds of axes that the mesh does not divide as asked."""
         pair = zip(("target", "draft"), plan_steps.models_of(self.spec, self.layouts), strict=False)
-        return [
-            f"{who} {line}"
-            for who, (layout, config, workload) in pair
-            for line in layout.fallbacks(
-                parameter_specs(config, workload.matrices)
-                | {
-                    "keys": ParameterSpec(
-                        cache_shape(config, workload.rows, workload.capacity), CACHE_AXES
-                    )
-                }
-            )
-        ]
+        found = list[str]()
+        for who, (layout, config, workload) in pair:
+            shape = cache_shape(config, workload.rows, workload.capacity)
+            keys = {"keys": ParameterSpec(shape, CACHE_AXES)}
+            specs = parameter_specs(config, workload.matrices) | keys
+            found += [f"{who} {line}" for line in layout.fallbacks(specs)]
+        return found
 
     def to_dict(self) -> dict[str, object]:
         """The JSON object of the command."""

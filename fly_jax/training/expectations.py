@@ -155,7 +155,6 @@ def _most_likely(
     config: Any, layout: Any, parameters: dict[str, Array], tokens: Int[Array, "rows width"], *,
     layers: tuple[int, ...],
 ) -> dict[str, Array]:  # fmt: skip
-    """What is kept of whole texts."""
     model = Llama(config, parameters, layout)
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
@@ -187,9 +186,8 @@ def kept_of(
 def as_records(kept: dict[str, Array]) -> Shaped[np.ndarray, "rows width"]:
     """What is kept of each token, as records of which a file holds one behind the other."""
     said = jax.device_get(kept)
-    found = np.empty(
-        said["likely"].shape[:2], [(k, one.dtype, one.shape[2:]) for k, one in said.items()]
-    )
+    fields = [(name, one.dtype, one.shape[2:]) for name, one in said.items()]
+    found = np.empty(said["likely"].shape[:2], fields)
     for name, one in said.items():
         found[name] = one
     return found

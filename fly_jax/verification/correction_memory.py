@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import heapq
 import io
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,8 @@ def is_remembered(
         low, high = bounds
         middle = (low + high) // 2
         drafted, chosen = keys[middle, 0], keys[middle, 1]
-        is_before = (drafted < draft_tokens) | (
-            (drafted == draft_tokens) & (chosen < target_tokens)
-        )
+        is_tied = (drafted == draft_tokens) & (chosen < target_tokens)
+        is_before = (drafted < draft_tokens) | is_tied
         return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
 
     low = jnp.zeros_like(target_tokens, jnp.int32)  # which lie as they do
@@ -161,7 +159,7 @@ class CorrectionMemory:
             path.parent.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:
                 np.savez_compressed(file, **arrays)
-            os.replace(part, path)
+            part.replace(path)
         except OSError as error:
             raise FlyJaxError(
                 f"The memory {path} cannot be written ({error.strerror}); correct the path."
@@ -206,9 +204,8 @@ def _restored(stored: dict[str, np.ndarray], min_count: int) -> CorrectionMemory
     )
     if not sound:
         raise ValueError("not the arrays of a memory")
-    memory = CorrectionMemory(
-        str(stored["vocabulary"]), min_count=min_count, capacity=max(CAPACITY, len(counts))
-    )
+    room = max(CAPACITY, len(counts))
+    memory = CorrectionMemory(str(stored["vocabulary"]), min_count=min_count, capacity=room)
     memory.note = str(stored["note"])
     for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
         memory.add([(pair[0], pair[1])], count)

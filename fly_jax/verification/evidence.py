@@ -223,9 +223,8 @@ class EvidenceInputs(NamedTuple):
 
 def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:
     """The evidence; on a mesh every device reduces its own shard, and the result is whole."""
-    reduce = functools.partial(
-        _reduce, needs=Needs() if needs is None else needs, vocab_size=inputs.logits.shape[2]
-    )
+    needs, vocab_size = Needs() if needs is None else needs, inputs.logits.shape[2]
+    reduce = functools.partial(_reduce, needs=needs, vocab_size=vocab_size)
     if layout is None:
         return reduce(inputs, axis_names=())
     split, axis_names = reductions.vocab_split(layout, inputs.logits.shape)

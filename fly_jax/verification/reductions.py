@@ -99,9 +99,8 @@ def vocab_pick(
     local_size = values.shape[-1]
     index = tokens - token_ids(local_size, axis_names)[0]
     is_here = (index >= 0) & (index < local_size)
-    picked = jnp.take_along_axis(
-        values, jnp.where(is_here, index, 0)[..., None], axis=-1, mode="promise_in_bounds"
-    )[..., 0]
+    at = jnp.where(is_here, index, 0)[..., None]
+    picked = jnp.take_along_axis(values, at, axis=-1, mode="promise_in_bounds")[..., 0]
     picked = jnp.where(is_here, picked, missing)
     return jax.lax.pmax(picked, axis_names) if axis_names else picked
 

@@ -227,9 +227,8 @@ def _processed(logits: Local, sampling: Sampling, axis_names: AxisNames) -> tupl
     logits, num_lead = logits.astype(jnp.float32), logits.ndim - 1
     temperature = _lead(sampling.temperature, num_lead)
     temperature = jnp.where(temperature == 0, 1, temperature)
-    top_k, top_p = (
-        None if step is None else _lead(step, num_lead) for step in (sampling.top_k, sampling.top_p)
-    )
+    steps = sampling.top_k, sampling.top_p
+    top_k, top_p = (None if step is None else _lead(step, num_lead) for step in steps)
     largest, last, mass = _truncate(logits, temperature, top_k, top_p, axis_names)
     # Subtracting the maximum first keeps a small temperature from overflowing.
     scaled = (logits - largest[..., None]) / temperature[..., None]
@@ -325,10 +324,8 @@ def _truncate_sharded(
     # `step` logits between two neighbours.
     local, lead = logits.shape[-1], logits.ndim - 1
     step = _best_step(local, jax.lax.axis_size(axis_names))
-    ranks = np.unique([*range(0, local, step), local - 1])
-    own = _last_kept(
-        logits[..., None, :], jnp.ones_like(logits)[..., None, :], jnp.asarray(ranks + 1.0)
-    )
+    ranks, each = np.unique([*range(0, local, step), local - 1]), logits[..., None, :]
+    own = _last_kept(each, jnp.ones_like(each), jnp.asarray(ranks + 1.0))
     splitters = jax.lax.all_gather(own, axis_names, axis=lead, tiled=True)
     largest = finite_or_zero(jnp.max(splitters, axis=-1))
     mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
@@ -360,9 +357,7 @@ def _truncate_sharded(
             vocab_sum(jnp.where(at_upper, mass, 0))[..., None],
         ], axis=-1)  # fmt: skip
         found = jax.lax.all_gather(found, axis_names, axis=found.ndim - 1)
-        count_above, mass_above = (
-            jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1)
-        )
+        count_above, mass_above = (jnp.sum(found[..., at], -1, keepdims=True) for at in (-2, -1))
         between = found[..., :-2]
         between = between.reshape(*between.shape[:-2], -1)
         is_between = between > -jnp.inf  # else it only fills up

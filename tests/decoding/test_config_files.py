@@ -22,33 +22,29 @@ OF_MARGIN = {"exact": Exact(), "fly": Fly(), "margin": Margin()}
 PUBLISHED: Values = json.loads((CONFIGS / "fly_reference.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("values", "rule", "more"),
-    [
-        ({}, Fly(), ()),
-        ({"rule": "exact"}, Exact(), ()),
-        ({"rule": "exact", "prompt_lookup_max": 4}, Exact(), (None, Lookup(4, 1, 6, "latest"))),
-        ({"rule": "sampled"}, Exact(), (Sampling(),)),
-        ({"rule": "sampled", "temperature": 0.5, "top_k": 7}, Exact(), (Sampling(0.5, 7),)),
-        ({"temperature": 1, "top_p": 0.9}, Fly(), (Sampling(1, None, 0.9),)),
-        ({"rule": "autoregressive", "prompt_lookup_max": 4}, Exact(), ()),
-        ({"rule": "autoregressive", "temperature": 0.7}, Exact(), (Sampling(0.7),)),
-        ({"entropy_threshold": 0.1, "window_size": 2}, Fly(0.1, 2), ()),
-        ({"entropy": "full", "entropy_top_k": 5}, Fly(entropy="full", entropy_top_k=5), ()),
-        ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False), ()),
-        ({"rule": "csd", "csd_consistency": 0}, Csd(0), ()),
-        ({"rule": "lossy", "lossy_threshold": 0.2}, fly_jax.Lossy(0.2), ()),
-        ({"rule": "lenience", "lenience": 0.7}, fly_jax.Lenience(0.7), ()),
-        ({"rule": "lenience", "temperature": 1}, fly_jax.Lenience(0.5), (Sampling(1),)),
-        ({"rule": "typical", "typical_epsilon": 0.1}, fly_jax.Typical(0.1), ()),
-        ({"rule": "typical", "typical_delta": 0.2}, fly_jax.Typical(delta=0.2), ()),
-        ({"rule": " ( fly)"}, Fly(), ()),
-        ({"rule": "fly & margin | csd"}, Fly() & Margin() | Csd(), ()),
-        ({"rule": "fly & (margin | csd)"}, Fly() & (Margin() | Csd()), ()),
-        ({"rule": "fly | csd", "risk_budget": 8}, Budget(Fly() | Csd(), 8), ()),
-        ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact(), ()),
-    ],
-)
+@pytest.mark.parametrize(("values", "rule", "more"), [
+    ({}, Fly(), ()), ({"rule": "exact"}, Exact(), ()),
+    ({"rule": "exact", "prompt_lookup_max": 4}, Exact(), (None, Lookup(4, 1, 6, "latest"))),
+    ({"rule": "sampled"}, Exact(), (Sampling(),)),
+    ({"rule": "sampled", "temperature": 0.5, "top_k": 7}, Exact(), (Sampling(0.5, 7),)),
+    ({"temperature": 1, "top_p": 0.9}, Fly(), (Sampling(1, None, 0.9),)),
+    ({"rule": "autoregressive", "prompt_lookup_max": 4}, Exact(), ()),
+    ({"rule": "autoregressive", "temperature": 0.7}, Exact(), (Sampling(0.7),)),
+    ({"entropy_threshold": 0.1, "window_size": 2}, Fly(0.1, 2), ()),
+    ({"entropy": "full", "entropy_top_k": 5}, Fly(entropy="full", entropy_top_k=5), ()),
+    ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False), ()),
+    ({"rule": "csd", "csd_consistency": 0}, Csd(0), ()),
+    ({"rule": "lossy", "lossy_threshold": 0.2}, fly_jax.Lossy(0.2), ()),
+    ({"rule": "lenience", "lenience": 0.7}, fly_jax.Lenience(0.7), ()),
+    ({"rule": "lenience", "temperature": 1}, fly_jax.Lenience(0.5), (Sampling(1),)),
+    ({"rule": "typical", "typical_epsilon": 0.1}, fly_jax.Typical(0.1), ()),
+    ({"rule": "typical", "typical_delta": 0.2}, fly_jax.Typical(delta=0.2), ()),
+    ({"rule": " ( fly)"}, Fly(), ()),
+    ({"rule": "fly & margin | csd"}, Fly() & Margin() | Csd(), ()),
+    ({"rule": "fly & (margin | csd)"}, Fly() & (Margin() | Csd()), ()),
+    ({"rule": "fly | csd", "risk_budget": 8}, Budget(Fly() | Csd(), 8), ()),
+    ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact(), ()),
+])  # fmt: skip
 def test_rules_samplings_and_lookups(values: Values, rule: object, more: tuple[Any, ...]) -> None:
     """None of what a case does not name."""
     config, expected = DecodingConfig(**values), (rule, *more, None, None)[:3]
@@ -70,20 +66,17 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
         assert ours >= 0.9 * max(of for name, of in speeds.items() if name.startswith(one.rule))
 
 
-@pytest.mark.parametrize(
-    ("values", "k", "rules"),
-    [
-        ({"rule": "exact", "window_size": 3}, 15, {"exact": Exact(), "fly": Fly(window_size=3)}),
-        ({"rule": "sampled"}, 9, {"sampled": Exact(), "fly": Fly()}),
-        (MARGIN, 4, {"exact": Exact(), "fly": Fly(window_size=3), "margin": Budget(Margin(), 2)}),
-        (MARGIN, 3, {"exact": Exact(), "margin": Budget(Margin(), 2)}),
-        ({"rule": "margin", "draft_confidence": 0.5}, 15, OF_MARGIN),
-        ({"rule": "margin", "entropy": "full"}, 15, OF_MARGIN | {"fly": Fly(entropy="full")}),
-        ({"boundary": "defer"}, 6, {"exact": Exact(), "fly": Fly()}),
-        ({"rule": "exact"}, 4, {"exact": Exact()}),
-        ({"rule": "sampled", "truncate": "margin"}, 15, {"sampled": Exact(Margin())}),
-    ],
-)
+@pytest.mark.parametrize(("values", "k", "rules"), [
+    ({"rule": "exact", "window_size": 3}, 15, {"exact": Exact(), "fly": Fly(window_size=3)}),
+    ({"rule": "sampled"}, 9, {"sampled": Exact(), "fly": Fly()}),
+    (MARGIN, 4, {"exact": Exact(), "fly": Fly(window_size=3), "margin": Budget(Margin(), 2)}),
+    (MARGIN, 3, {"exact": Exact(), "margin": Budget(Margin(), 2)}),
+    ({"rule": "margin", "draft_confidence": 0.5}, 15, OF_MARGIN),
+    ({"rule": "margin", "entropy": "full"}, 15, OF_MARGIN | {"fly": Fly(entropy="full")}),
+    ({"boundary": "defer"}, 6, {"exact": Exact(), "fly": Fly()}),
+    ({"rule": "exact"}, 4, {"exact": Exact()}),
+    ({"rule": "sampled", "truncate": "margin"}, 15, {"sampled": Exact(Margin())}),
+])  # fmt: skip
 def test_side_by_side(values: Values, k: int, rules: dict[str, object]) -> None:
     """With published Fly beside another rule, where its window fits; a K of 15 is not said."""
     said = values if k == 15 else values | {"num_speculative_tokens": k}
@@ -108,18 +101,15 @@ def test_published(path: Path) -> None:
     assert config.to_lookup() == Lookup(4, 1, 6, match)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"use_ngram": False}, {"prompt_lookup_max": 0}),
-        ({"abla_no_window": True}, {"window_size": 0, "rule": "fly"}),
-        ({"enable_fly": False}, {"rule": "exact"}),
-        ({"enable_fly": False, "temperature": 1}, {"rule": "sampled", "temperature": 1}),
-        ({"use_sd": False}, {"rule": "autoregressive"}),
-        ({"spd_k": 25, "win_len": 8}, {"num_speculative_tokens": 25, "window_size": 8}),
-        ({"dual_tok": False, "verbose": True, "target_model_path": "x"}, {"rule": "fly"}),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"use_ngram": False}, {"prompt_lookup_max": 0}),
+    ({"abla_no_window": True}, {"window_size": 0, "rule": "fly"}),
+    ({"enable_fly": False}, {"rule": "exact"}),
+    ({"enable_fly": False, "temperature": 1}, {"rule": "sampled", "temperature": 1}),
+    ({"use_sd": False}, {"rule": "autoregressive"}),
+    ({"spd_k": 25, "win_len": 8}, {"num_speculative_tokens": 25, "window_size": 8}),
+    ({"dual_tok": False, "verbose": True, "target_model_path": "x"}, {"rule": "fly"}),
+])  # fmt: skip
 def test_reference_keys(changes: Values, expected: Values) -> None:
     found = from_reference_json(PUBLISHED | changes).to_dict()
     assert {name: found[name] for name in expected} == expected
@@ -133,34 +123,27 @@ def test_reference_defaults() -> None:
     assert from_reference_json({"spd_k": 15}).to_lookup() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.toml", 'rule = "fly"\nwindw_size = 4\n', ["windw_size", "window_size"]),
-        ("a.toml", 'rule = "lucky"\n', ["lucky", "autoregressive", "fly"]),
-        ("a.toml", 'rule = "exact | fly"\n', ["exact | fly", "lossless"]),
-        ("a.toml", 'protect = "a"\n', ["protect", "a list of texts"]),
-        ("a.toml", 'protect = ["["]\n', ["protect", "regular expression"]),
-        ("a.toml", "memory = 3\n", ["memory", "text"]),
-        ("a.toml", "window_size = 4.5\n", ["window_size", "4.5", "whole"]),
-        ("a.toml", "window_size = true\n", ["window_size", "True"]),
-        ("a.toml", 'rule = "sampled"\ntruncate = "lucky"\n', ["truncate is 'lucky'", "margin"]),
-        ("a.toml", 'truncate = "exact & margin"\n', ["truncate is 'exact & margin'", "lossless"]),
-        ("a.toml", "[sampling]\ntemperature = 1\n", ["'sampling' is unknown", "temperature"]),
-        ("a.toml", "self = 1\n", ["'self' is unknown"]),
-        ("a.toml", "rule = \n", ["TOML"]),
-        ("a.json", "{", ["JSON"]),
-        ("a.json", "[1]", ["object"]),
-        ("a.json", '{"spd_k": 15, "windows": 3}', ["windows", "win_len"]),
-        ("a.json", '{"spd_k": "15"}', ["spd_k", "'15'"]),
-        ("a.json", '{"enable_fly": true}', ["spd_k"]),
-        ("a.json", '{"spd_k": 15, "enable_fly": true}', ["win_len"]),
-        ("a.json", '{"spd_k": 15, "dual_tok": true}', ["dual_tok"]),
-        ("a.yaml", "rule: fly", [".toml"]),
-        ("a.toml", 'rule = "\xff"', ["TOML"]),  # which is not UTF-8
-        ("absent.toml", None, ["directory"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("a.toml", 'rule = "fly"\nwindw_size = 4\n', ["windw_size", "window_size"]),
+    ("a.toml", 'rule = "lucky"\n', ["lucky", "autoregressive", "fly"]),
+    ("a.toml", 'rule = "exact | fly"\n', ["exact | fly", "lossless"]),
+    ("a.toml", 'protect = "a"\n', ["protect", "a list of texts"]),
+    ("a.toml", 'protect = ["["]\n', ["protect", "regular expression"]),
+    ("a.toml", "memory = 3\n", ["memory", "text"]),
+    ("a.toml", "window_size = 4.5\n", ["window_size", "4.5", "whole"]),
+    ("a.toml", "window_size = true\n", ["window_size", "True"]),
+    ("a.toml", 'rule = "sampled"\ntruncate = "lucky"\n', ["truncate is 'lucky'", "margin"]),
+    ("a.toml", 'truncate = "exact & margin"\n', ["truncate is 'exact & margin'", "lossless"]),
+    ("a.toml", "[sampling]\ntemperature = 1\n", ["'sampling' is unknown", "temperature"]),
+    ("a.toml", "self = 1\n", ["'self' is unknown"]), ("a.toml", "rule = \n", ["TOML"]),
+    ("a.json", "{", ["JSON"]), ("a.json", "[1]", ["object"]),
+    ("a.json", '{"spd_k": 15, "windows": 3}', ["windows", "win_len"]),
+    ("a.json", '{"spd_k": "15"}', ["spd_k", "'15'"]), ("a.json", '{"enable_fly": true}', ["spd_k"]),
+    ("a.json", '{"spd_k": 15, "enable_fly": true}', ["win_len"]),
+    ("a.json", '{"spd_k": 15, "dual_tok": true}', ["dual_tok"]), ("a.yaml", "rule: fly", [".toml"]),
+    ("a.toml", 'rule = "\xff"', ["TOML"]),  # which is not UTF-8
+    ("absent.toml", None, ["directory"]),
+])  # fmt: skip
 def test_bad_files(tmp_path: Path, name: str, content: str | None, words: list[str]) -> None:
     if content is not None:
         (tmp_path / name).write_text(content, encoding="latin-1")

@@ -195,11 +195,9 @@ def deferring(rule: Rule, k: int, pair: int, noise: float, lookup: Lookup | None
 @pytest.mark.parametrize("k", [2, 5])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
-    pair=st.integers(0, 2),
-    noise=st.sampled_from((0.05, 0.2, 0.4)),
-    prompts=st.lists(prompt, min_size=1, max_size=4),
-    limit=st.integers(1, 24),
-)
+    pair=st.integers(0, 2), noise=st.sampled_from((0.05, 0.2, 0.4)),
+    prompts=st.lists(prompt, min_size=1, max_size=4), limit=st.integers(1, 24),
+)  # fmt: skip
 def test_windows_that_stay_open_equal_a_plain_walk(
     k: int, pair: int, noise: float, prompts: list[list[int]], limit: int
 ) -> None:

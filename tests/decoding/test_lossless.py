@@ -44,11 +44,9 @@ def decode(
 @pytest.mark.parametrize("program", PROGRAMS)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    pair=st.integers(0, 3),
-    noises=st.tuples(*[st.sampled_from(pairs.NOISES)] * 2),
-    prompts=st.lists(tokens, min_size=1, max_size=5),
-    limit=st.integers(1, pairs.MOST_TOKENS),
-)
+    pair=st.integers(0, 3), noises=st.tuples(*[st.sampled_from(pairs.NOISES)] * 2),
+    prompts=st.lists(tokens, min_size=1, max_size=5), limit=st.integers(1, pairs.MOST_TOKENS),
+)  # fmt: skip
 def test_equals_one_token_at_a_time(
     program: str, pair: int, noises: tuple[float, float], prompts: list[list[int]], limit: int
 ) -> None:

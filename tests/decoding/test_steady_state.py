@@ -199,14 +199,10 @@ def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    k=st.integers(0, 9),
-    rounds=st.integers(1, 4),
-    window=st.none() | st.integers(1, 4),
-    room=st.integers(1, 20),
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    limit=st.integers(1, 60),
-    seed=st.integers(0, 10**6),
-)
+    k=st.integers(0, 9), rounds=st.integers(1, 4), window=st.none() | st.integers(1, 4),
+    room=st.integers(1, 20), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    limit=st.integers(1, 60), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_a_dispatch_attends_to_what_its_rows_need(
     k: int, rounds: int, window: int | None, room: int, lengths: list[int], limit: int, seed: int
 ) -> None:

@@ -16,16 +16,13 @@ from fly_jax.engine.request import StopChecker
 
 REFUSED = {
     "autoregressive": {
-        "is empty": Request([]),
-        "shorten it, or raise max_length": Request([1] * 100),
+        "is empty": Request([]), "shorten it, or raise max_length": Request([1] * 100),
         "max_new_tokens is 0": Request([1], 0),
         "max_new_tokens=2.5, .*all others whole": Request([1], 2.5),  # type: ignore[arg-type]
         "rule='fly', .*must be a Rule": Request([1], rule="fly"),  # type: ignore[arg-type]
         "at least one character": Request([1], stop=["a", ""]),
-        "a list of texts": Request([1], stop="abc"),
-        r"stop is \[13\]": Request([1], stop=[13]),
-        "stop is None": Request([1], stop=None),
-        "has no tokenizer": Request([1], stop=["a"]),
+        "a list of texts": Request([1], stop="abc"), r"stop is \[13\]": Request([1], stop=[13]),
+        "stop is None": Request([1], stop=None), "has no tokenizer": Request([1], stop=["a"]),
         "outside the model's vocabulary": Request([99]),
         "log-probabilities of 0 tokens.*the engine gives none": Request([1], logprobs=0),
         "sampling and for a rule with a memory": Request([1], 1, Csd(), Sampling(0.5)),
@@ -36,7 +33,7 @@ REFUSED = {
         "with window_size=2 was given to an engine that defers": Request([1], rule=Fly(0.0, 2)),
     },
     "rules and sampling": {"no deferred window of window_size=4": Request([1], rule=Fly(0.5, 4))},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -70,19 +67,16 @@ def test_an_offline_engine_refuses_another_sampling_than_its_own() -> None:
         engine.submit(Request([1], sampling=own))
 
 
-@pytest.mark.parametrize(
-    ("words", "kind", "given"),
-    [
-        ("memory", Kind(dataclasses.replace(ROUND, rule=Csd())), {}),
-        ("memory", Kind(ROUND), {"rules": (Csd(),)}),
-        ("each request has its own", Kind(dataclasses.replace(ROUND, sampling=Sampling(0.5))), {}),
-        ("which must be of one size", KINDS["defer"], {"rules": (Fly(0, 1),)}),
-        ("at least", KINDS["autoregressive"], {"num_slots": 0}),
-        ("at least", KINDS["autoregressive"], {"max_length": 1}),
-        ("at most 600", KINDS["autoregressive"], {"max_length": 601}),
-        ("whole numbers", KINDS["autoregressive"], {"max_length": 64.0}),
-    ],
-)
+@pytest.mark.parametrize(("words", "kind", "given"), [
+    ("memory", Kind(dataclasses.replace(ROUND, rule=Csd())), {}),
+    ("memory", Kind(ROUND), {"rules": (Csd(),)}),
+    ("each request has its own", Kind(dataclasses.replace(ROUND, sampling=Sampling(0.5))), {}),
+    ("which must be of one size", KINDS["defer"], {"rules": (Fly(0, 1),)}),
+    ("at least", KINDS["autoregressive"], {"num_slots": 0}),
+    ("at least", KINDS["autoregressive"], {"max_length": 1}),
+    ("at most 600", KINDS["autoregressive"], {"max_length": 601}),
+    ("whole numbers", KINDS["autoregressive"], {"max_length": 64.0}),
+])  # fmt: skip
 def test_engines_that_are_refused(words: str, kind: Kind, given: dict[str, Any]) -> None:
     assert_refused(words, engine_for, kind, **given)
 

@@ -50,18 +50,14 @@ def test_only_right_answers_pass(name: str, namespaces: bool) -> None:
     assert isolation == (NAMESPACES if namespaces else HOOK_ALONE)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "import shutil; shutil.rmtree({folder!r})",
-        "import os; os.remove({file!r})",
-        "import os; os.remove('kept', dir_fd=os.open({folder!r}, os.O_RDONLY))",
-        "import os; os.rename('kept', 'x', src_dir_fd=os.open({folder!r}, os.O_RDONLY))",
-        "import os; os.chdir({folder!r}); os.remove('kept')",
-        "import os; os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=os.open({folder!r}, 0))",
-        "open({file!r}, 'w')",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    "import shutil; shutil.rmtree({folder!r})", "import os; os.remove({file!r})",
+    "import os; os.remove('kept', dir_fd=os.open({folder!r}, os.O_RDONLY))",
+    "import os; os.rename('kept', 'x', src_dir_fd=os.open({folder!r}, os.O_RDONLY))",
+    "import os; os.chdir({folder!r}); os.remove('kept')",
+    "import os; os.open('kept', os.O_WRONLY | os.O_TRUNC, dir_fd=os.open({folder!r}, 0))",
+    "open({file!r}, 'w')",
+])  # fmt: skip
 def test_files_stay(answer: str, tmp_path: Path, namespaces: bool) -> None:
     kept = tmp_path / "kept"
     kept.write_text("x")

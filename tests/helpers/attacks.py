@@ -76,14 +76,11 @@ BODY = (
 )
 CHUNKED = b"Transfer-Encoding: chunked"
 HALVES: dict[str, tuple[bytes, ...]] = {
-    "nothing": (b"",),
-    "header": (HEALTH,),
-    "drops": (HEALTH, *[b"X-A: b\r\n"] * 30),
-    "body": (BODY + b'{"prompt"',),
-    "drops_of_body": (BODY, *[b" "] * 30),
+    "nothing": (b"",), "header": (HEALTH,), "drops": (HEALTH, *[b"X-A: b\r\n"] * 30),
+    "body": (BODY + b'{"prompt"',), "drops_of_body": (BODY, *[b" "] * 30),
     "chunks": (BODY.replace(b"Content-Length: 99", CHUNKED), *[b"1\r\n \r\n"] * 30),
     "second_request": (HEALTH + b"\r\n" + HEALTH,),
-}
+}  # fmt: skip
 
 
 def connected(url: str, most: float = 10.0) -> socket.socket:

@@ -41,8 +41,7 @@ def every_other_pair() -> CorrectionMemory:
 
 KINDS = {
     "rules and sampling": Kind(
-        ROUND,
-        rules=(Exact(), Fly(0.5, 2), Budget(Margin(gap=2.0), 3.0), Csd(0.0)),
+        ROUND, rules=(Exact(), Fly(0.5, 2), Budget(Margin(gap=2.0), 3.0), Csd(0.0)),
         samplings=(None, Sampling(0.9, top_p=0.9), None, Sampling(1.0, top_k=5)),
         memory=every_other_pair(),
     ),
@@ -52,7 +51,7 @@ KINDS = {
     "lookup alone": Kind(SPECS["lookup"].with_static(audits=True), num_drafts=0),
     "autoregressive": Kind(SPECS["autoregressive"], num_drafts=0),
     "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9, top_p=0.9))),
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -74,15 +73,13 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
         # Short ones and long ones: for each power of two a decoder compiles anew.
         length = int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))
         one = Request(
-            random.integers(0, 48, length).tolist(),
-            int(random.integers(1, 25)),
+            random.integers(0, 48, length).tolist(), int(random.integers(1, 25)),
             rules[index % len(rules)],
             # Each rule with one of them, since for every pair a decoder compiles anew too.
-            kind.samplings[index % len(rules) % len(kind.samplings)],
-            seed=2**40 + index,
+            kind.samplings[index % len(rules) % len(kind.samplings)], seed=2**40 + index,
             logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.static.max_logprobs else None,
             protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
-        )
+        )  # fmt: skip
         found.append(one)
     return found
 

@@ -161,8 +161,7 @@ def made(ranks: int, lookup: Lookup | None, monkeypatch: pytest.MonkeyPatch) -> 
             draft_model_config=draft, method="draft_model", num_speculative_tokens=K,
             use_gemma4_mtp=lambda: False,
         ),
-        cache_config=SimpleNamespace(block_size=SIZE),
-        model_config=SimpleNamespace(seed=0),
+        cache_config=SimpleNamespace(block_size=SIZE), model_config=SimpleNamespace(seed=0),
         parallel_config=None,
     )  # fmt: skip
     whole = NamedSharding(devices, PartitionSpec())

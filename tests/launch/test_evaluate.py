@@ -38,22 +38,19 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("task", "right", "wrong"),
-    [
-        ("humaneval", "```python\ndef first(x: List[int]):\n    return x[0]\n```", "return x[0]"),
-        ("humaneval", "    return x[0]\n", "    return x[1]\n"),
-        ("mbpp", f"Here:\n```python\n{MBPP['code']}\n```\nIt works.", "exit(0)"),
-        (
-            "mbpp",
-            f"Type ```sh\npip\n```\nThen ```x```,\nby: ```python3\n{MBPP['code']}\n```",
-            "```py\npass\n```",
-        ),
-        ("gsm8k", "So 500 + 734.\n#### 1234\n", "1234\n#### 1235"),
-        ("gsm8k", "That makes $1,234.00.", "It cannot be said."),
-        ("gsm8k", "#### Step 2: add\n500 + 734, so 1234.", "#### **1235**, as 1234 is less."),
-    ],
-)
+@pytest.mark.parametrize(("task", "right", "wrong"), [
+    ("humaneval", "```python\ndef first(x: List[int]):\n    return x[0]\n```", "return x[0]"),
+    ("humaneval", "    return x[0]\n", "    return x[1]\n"),
+    ("mbpp", f"Here:\n```python\n{MBPP['code']}\n```\nIt works.", "exit(0)"),
+    (
+        "mbpp",
+        f"Type ```sh\npip\n```\nThen ```x```,\nby: ```python3\n{MBPP['code']}\n```",
+        "```py\npass\n```",
+    ),
+    ("gsm8k", "So 500 + 734.\n#### 1234\n", "1234\n#### 1235"),
+    ("gsm8k", "That makes $1,234.00.", "It cannot be said."),
+    ("gsm8k", "#### Step 2: add\n500 + 734, so 1234.", "#### **1235**, as 1234 is less."),
+])  # fmt: skip
 def test_verdicts(data: Path, task: str, right: str, wrong: str) -> None:
     (item,) = read_items(task, data, None)
     assert TASKS[task].is_right(item.record, right)

@@ -119,12 +119,9 @@ def test_rows_come_one_after_the_other() -> None:
     view = TextView(out := io.StringIO())
     view.begin(["a", "b", "c"])
     for row, text, done, shown in (
-        (1, "2", False, "a"),
-        (0, "1", False, "a1"),
-        (2, "3", True, "a1"),
-        (0, "1", True, "a11\n\n<0>b2"),
-        (1, "2", True, "a11\n\n<0>b22\n\n<1>c3\n\n<2>"),
-    ):
+        (1, "2", False, "a"), (0, "1", False, "a1"), (2, "3", True, "a1"),
+        (0, "1", True, "a11\n\n<0>b2"), (1, "2", True, "a11\n\n<0>b22\n\n<1>c3\n\n<2>"),
+    ):  # fmt: skip
         view.push(row, text, [Why.BONUS], done=done)
         out.writelines(f"<{ended}>" for ended in view.ended())
         assert out.getvalue() == shown

@@ -23,14 +23,13 @@ import jax
 import numpy as np
 import pytest
 from decode_together import MAX_NEW_TOKENS, PROMPTS
-from launch_types import Captured, Decoded, Patch, Refused
+from launch_types import Captured, Decoded, Folders, Patch, Refused
 
 import fly_jax
 from fly_jax.decoding import pair
 from fly_jax.launch import crash_handler, serve
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.crash_handler import lost_processes
-from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.serving.http.run import ServerFailed
 from fly_jax.sharding import processes
 
@@ -265,12 +264,12 @@ def test_what_is_wrong_on_one_of_them(
     assert there == here
 
 
-def test_all_must_have_the_same_files(monkeypatch: Patch) -> None:
+def test_all_must_have_the_same_files(tiny_pair: Folders, monkeypatch: Patch) -> None:
     told: list[dict[str, str]] = []
     monkeypatch.setattr(pair, "num_processes", lambda: 2)
     monkeypatch.setattr(pair, "check_same", told.append)
-    fly_jax.load_pair(mesh="1x2")
-    fly_jax.load_pair(EMBEDDED_PAIR[0], EMBEDDED_PAIR[0], mesh="1x2")
+    fly_jax.load_pair(*tiny_pair, mesh="1x2")
+    fly_jax.load_pair(tiny_pair[0], tiny_pair[0], mesh="1x2")
     (one, other), (same, another) = (tuple(digests.values()) for digests in told)
     assert one == same == another != other
 

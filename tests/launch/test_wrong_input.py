@@ -20,16 +20,12 @@ REFUSED = {
     "flags": [  # no models
         (["--rule=lucky"], ["lucky", "autoregressive", "exact", "sampled", "fly"]),
         (["--max_new_tokens=many"], ["max_new_tokens=many is no whole number"]),
-        (["--batch_size=0"], ["batch_size", "0"]),
-        (["--seed=-1"], ["seed", "-1"]),
-        (["--prompt"], ["--prompt"]),
-        (["--audit", "--json"], ["--audit needs a value", "--json"]),
-        (["--json", "generate"], ["generate"]),
-        (["train", "--mesh=8x8"], ["No --teacher"]),
+        (["--batch_size=0"], ["batch_size", "0"]), (["--seed=-1"], ["seed", "-1"]),
+        (["--prompt"], ["--prompt"]), (["--audit", "--json"], ["--audit needs a value", "--json"]),
+        (["--json", "generate"], ["generate"]), (["train", "--mesh=8x8"], ["No --teacher"]),
         (["train", "--teacher=x"], ["--prompts_file"]),
         (["calibrate", "--memory=x"], ["--prompts_file"]),
-        (["convert", "--output=x"], ["--target"]),
-        (["convert", "--target=x"], ["--output"]),
+        (["convert", "--output=x"], ["--target"]), (["convert", "--target=x"], ["--output"]),
         (["convert", "--target=/nowhere", "--output=x"], ["/nowhere"]),
         (["convert", "--target=x", "--output=x", "--dtype=int4"], ["dtype"]),
         (["bench", "serve", "--url=http://127.0.0.1:9"], ["127.0.0.1:9", "start the server"]),
@@ -41,8 +37,7 @@ REFUSED = {
         (["--head=medusa"], ["--head=medusa: value should be one of"]),
         (["--head=pard", "--num_layers=3"], ["the teacher has 2 layers"]),
         (["--temperature=-1"], ["--temperature is -1"]),
-        (["--prompts_file=/nowhere"], ["/nowhere"]),
-        (["--model=target"], ["--model"]),
+        (["--prompts_file=/nowhere"], ["/nowhere"]), (["--model=target"], ["--model"]),
     ],
     "generate": [
         (["--prompt="], ["Prompt 1", "empty"]),
@@ -55,16 +50,13 @@ REFUSED = {
     ],
     "generate x": [  # and a prompt
         (["--target=/nowhere/target"], ["/nowhere/target"]),
-        (["--draft=/nowhere/draft"], ["/nowhere/draft"]),
-        (["--draft=ngram"], ["proposes alone"]),
-        (["--mesh=8y8"], ["8y8"]),
-        (["--mesh=3x3"], ["9", "8"]),
+        (["--draft=/nowhere/draft"], ["/nowhere/draft"]), (["--draft=ngram"], ["proposes alone"]),
+        (["--mesh=8y8"], ["8y8"]), (["--mesh=3x3"], ["9", "8"]),
         (["--rule=fly", "--num_speculative_tokens=6"], ["num_speculative_tokens=6", "window"]),
         (["--num_speculative_tokens=5000"], ["5000", "96"]),
         (["--draft_confidence=0.4"], ["draft_confidence is 0.4", "DSpark"]),
         (["--rule=exact", "--temperature=0.5"], ["exact", "sampled"]),
-        (["--rule=sampled", "--temperature=0"], ["sampled", "exact"]),
-        (["--top_p=0.5"], ["top_p"]),
+        (["--rule=sampled", "--temperature=0"], ["sampled", "exact"]), (["--top_p=0.5"], ["top_p"]),
         (["--rule=fly &"], ["fly &", "fly & margin"]),
         *(([f"--rule={one}"], ["joined by &"]) for one in ("fly + csd", "fly()", "")),
         (["--rule=csd", "--memory=/nowhere/memory.npz"], ["/nowhere/memory.npz"]),
@@ -76,8 +68,7 @@ REFUSED = {
         (["--rule=csd", "--csd_min_count=-1"], ["csd_min_count"]),
         (["--rule=lossy", "--lossy_threshold=0.7"], ["lossy_threshold", "0.5"]),
         (["--audit=/nowhere/audit.jsonl"], ["/nowhere/audit.jsonl", "cannot be written"]),
-        (["--audit=FOLDER/prompts.txt"], ["no audit"]),
-        (["--audit=FOLDER"], ["cannot be written"]),
+        (["--audit=FOLDER/prompts.txt"], ["no audit"]), (["--audit=FOLDER"], ["cannot be written"]),
         (["--noaudit_exact"], ["--audit"]),
     ],
     "plan": [
@@ -108,15 +99,13 @@ REFUSED = {
         (["--decode=sampled truncate=csd"], ["truncate", "memory"]),
         (["--decode=sampled truncate=exact"], ["truncate", "loosened"]),
         (["--tasks=humanevil"], ["humanevil", "humaneval"]),
-        (["--tasks=gsm8k"], ["gsm8k", "--data"]),
-        (["--tasks=mbpp"], ["--allow_code_execution"]),
+        (["--tasks=gsm8k"], ["gsm8k", "--data"]), (["--tasks=mbpp"], ["--allow_code_execution"]),
         (["--tasks=gsm8k", "--data=FOLDER"], ["gsm8k", "test.jsonl"]),
         (["--margin=0"], ["margin", "above 0"]),
     ],
     "bench": [
         (["--decode=exact:two"], ["exact:two", "whole numbers or auto"]),
-        (["--decode=exakt:2"], ["exakt"]),
-        (["--decode=fly:2"], ["window"]),
+        (["--decode=exakt:2"], ["exakt"]), (["--decode=fly:2"], ["window"]),
         (["--decode=margin:2 margin_gab=1"], ["margin_gab"]),
         (["--decode=margin:2 margin_gap=x"], ["margin_gap", "'x'"]),
         (["--picture=speed.xyz"], ["speed.xyz", ".svg"]),
@@ -125,16 +114,13 @@ REFUSED = {
     "serve": [
         (["--num_slots=0"], ["num_slots"]),
         (["--max_length=97"], ["at most 96, the target's context"]),
-        (["--rules=nonsense"], ["there is no rule 'nonsense'"]),
-        (["--rules=csd"], ["memory"]),
+        (["--rules=nonsense"], ["there is no rule 'nonsense'"]), (["--rules=csd"], ["memory"]),
         (["--prompt_lookup_earlier=64"], ["prompt_lookup_earlier is 64", "keeps no answers"]),
         (["--num_speculative_tokens=auto", "--rule=fly", "--window_size=20"], ["window_size=20"]),
         (["--window_size=9", "--rules=fly"], ["window_size=9"]),
-        (["--request_timeout=0"], ["--request_timeout is 0.0"]),
-        (["--api_key= "], ["is empty"]),
+        (["--request_timeout=0"], ["--request_timeout is 0.0"]), (["--api_key= "], ["is empty"]),
         (["--host=no.such.host.invalid"], ["cannot listen on no.such.host.invalid"]),
-        (["--port=70000"], ["port"]),
-        (["--memory=x"], ["no flag --memory"]),
+        (["--port=70000"], ["port"]), (["--memory=x"], ["no flag --memory"]),
     ],
     "gate": [  # that calibrate looks for
         (["--max_disagreement=0"], ["max_disagreement is 0", "0.02"]),
@@ -150,7 +136,7 @@ REFUSED = {
         (["--max_regret=0.1", "--gate=found.json"], ["found.json", ".toml"]),
         (["--max_regret=0.1", "--gate=FOLDER/there.toml"], ["there already"]),
     ],
-}
+}  # fmt: skip
 PROMPTS = "".join(f"Ada has {number} apples\n" for number in range(12))
 
 
@@ -191,11 +177,9 @@ LINES: dict[bytes, list[str]] = {
     b'{"prompt": "a"}\n{"text": "b"}\n': ["line 2", "prompt"],
     b'{"prompt": "a"}\n["b"]\n': ["line 2", "prompt"],
     b'{"prompt": "a"}\n{"prompt": 3}\n': ["line 2", "prompt"],
-    b'{"prompt": ""}\n': ["line 1", "empty"],
-    b'{"prompt": "\\ud800"}\n': ["line 1", "Unicode"],
-    b"a\n\xe9\n": ["line 2", "UTF-8"],
-    b"\n \n": ["no prompt"],
-}
+    b'{"prompt": ""}\n': ["line 1", "empty"], b'{"prompt": "\\ud800"}\n': ["line 1", "Unicode"],
+    b"a\n\xe9\n": ["line 2", "UTF-8"], b"\n \n": ["no prompt"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", LINES)

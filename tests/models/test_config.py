@@ -240,22 +240,14 @@ NAMED = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}
 EAGLES = {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "layers"),
-    [
-        (NAMED, (2, 16, 29)),
-        (NAMED | {"eagle_config": EAGLES}, (2, 16, 29)),
-        (NAMED | EAGLES, (1, 15, 28)),
-        (NAMED | {"target_layer_ids": [1, 15, 27]}, (2, 16, 28)),
-        (NAMED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 16, 29)),
-        (NESTED, (2, 16, 29)),
-        (NESTED | EAGLES, (1, 15, 28)),
-        (DSPARK | {"target_layer_ids": [-1, 5]}, (0, 6)),
-        (DFLASH, (2, 6)),
-        (BLOCK, (2, 16, 29)),
-        (BLOCK | {"aux_hidden_state_layer_ids": [1, 5]}, (1, 5)),
-    ],
-)
+@pytest.mark.parametrize(("fields", "layers"), [
+    (NAMED, (2, 16, 29)), (NAMED | {"eagle_config": EAGLES}, (2, 16, 29)),
+    (NAMED | EAGLES, (1, 15, 28)), (NAMED | {"target_layer_ids": [1, 15, 27]}, (2, 16, 28)),
+    (NAMED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 16, 29)),
+    (NESTED, (2, 16, 29)), (NESTED | EAGLES, (1, 15, 28)),
+    (DSPARK | {"target_layer_ids": [-1, 5]}, (0, 6)), (DFLASH, (2, 6)), (BLOCK, (2, 16, 29)),
+    (BLOCK | {"aux_hidden_state_layer_ids": [1, 5]}, (1, 5)),
+])  # fmt: skip
 def test_each_format_names_its_layers(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
     assert config_of(fields).head.layers_of(32) == layers
 
@@ -266,25 +258,22 @@ def test_a_head_may_have_a_window_where_its_layer_is_a_llamas() -> None:
     assert config_of(NESTED | {"transformer_layer_config": layer}).windowed_layers == (0,)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (NESTED | {"speculators_version": "1.0"}, "version 1.0"),
-        (NESTED | {"speculators_model_type": "mtp"}, '"mtp"'),
-        (NESTED | {"speculators_model_type": "dflash"}, "block_size=null"),
-        (DSPARK | {"block_size": None}, "block_size=null"),
-        (DFLASH | {"block_size": 1}, "at least 2 tokens"),
-        (DSPARK | {"mask_token_id": None}, "mask_token_id=null"),
-        (DSPARK | {"mask_token_id": 96}, "vocabulary of 96"),
-        (DSPARK | {"target_layer_ids": None}, "target_layer_ids=null"),
-        (DSPARK | {"markov_head_type": "rnn"}, "markov_head_type"),
-        (DFLASH | {"dflash_config": {"projector_type": "domino"}}, "projector_type"),
-        (DFLASH | {"dflash_config": {"causal": True}}, "causal=true"),
-        (NESTED | {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc"),
-        (NAMED | {"num_hidden_layers": 4}, "num_hidden_layers=4"),
-        (NAMED | {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    (NESTED | {"speculators_version": "1.0"}, "version 1.0"),
+    (NESTED | {"speculators_model_type": "mtp"}, '"mtp"'),
+    (NESTED | {"speculators_model_type": "dflash"}, "block_size=null"),
+    (DSPARK | {"block_size": None}, "block_size=null"),
+    (DFLASH | {"block_size": 1}, "at least 2 tokens"),
+    (DSPARK | {"mask_token_id": None}, "mask_token_id=null"),
+    (DSPARK | {"mask_token_id": 96}, "vocabulary of 96"),
+    (DSPARK | {"target_layer_ids": None}, "target_layer_ids=null"),
+    (DSPARK | {"markov_head_type": "rnn"}, "markov_head_type"),
+    (DFLASH | {"dflash_config": {"projector_type": "domino"}}, "projector_type"),
+    (DFLASH | {"dflash_config": {"causal": True}}, "causal=true"),
+    (NESTED | {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc"),
+    (NAMED | {"num_hidden_layers": 4}, "num_hidden_layers=4"),
+    (NAMED | {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config"),
+])  # fmt: skip
 def test_heads_that_are_not_run_are_refused(fields: dict[str, Any], words: str) -> None:
     assert_refused(words, config_of, fields)
 
@@ -292,16 +281,12 @@ def test_heads_that_are_not_run_are_refused(fields: dict[str, Any], words: str) 
 OF = dataclasses.replace(pairs.CONFIG, vocab_size=96, embed_size=32, num_layers=9)
 
 
-@pytest.mark.parametrize(
-    ("head", "target", "words"),
-    [
-        *((one, {"embed_size": 64}, "width 32") for one in (NAMED, DFLASH)),
-        *((one, {"vocab_size": 97}, "vocabulary of 96") for one in (NAMED, DFLASH)),
-        (NAMED, {"num_layers": 2}, "layers 2, 1, -1"),
-        (DFLASH, {"num_layers": 10}, "9 layers"),
-        (DFLASH, {"num_layers": 6}, "layers 2, 6"),
-    ],
-)
+@pytest.mark.parametrize(("head", "target", "words"), [
+    *((one, {"embed_size": 64}, "width 32") for one in (NAMED, DFLASH)),
+    *((one, {"vocab_size": 97}, "vocabulary of 96") for one in (NAMED, DFLASH)),
+    (NAMED, {"num_layers": 2}, "layers 2, 1, -1"), (DFLASH, {"num_layers": 10}, "9 layers"),
+    (DFLASH, {"num_layers": 6}, "layers 2, 6"),
+])  # fmt: skip
 def test_a_head_is_of_one_target(head: dict[str, Any], target: dict[str, int], words: str) -> None:
     assert_refused(words, check_chain, dataclasses.replace(OF, **target), [config_of(head)])
 
@@ -318,16 +303,13 @@ def test_a_head_is_of_the_model_above_it_and_the_last_draft() -> None:
     assert_refused("which has not all tokens", check_chain, target, [fewer, head])
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"d2t": -np.arange(64)}, "a token twice"),
-        ({"d2t": np.full(64, 40, np.int64)}, "beyond the vocabulary"),
-        ({"d2t": np.zeros(60, np.int64)}, r"shape \[60\]"),
-        ({"midlayer.self_attn.q_proj.bias": np.ones(32, np.float32)}, "q_proj.bias"),
-        ({"norm.weight": None}, "lacks the tensor norm.weight"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"d2t": -np.arange(64)}, "a token twice"),
+    ({"d2t": np.full(64, 40, np.int64)}, "beyond the vocabulary"),
+    ({"d2t": np.zeros(60, np.int64)}, r"shape \[60\]"),
+    ({"midlayer.self_attn.q_proj.bias": np.ones(32, np.float32)}, "q_proj.bias"),
+    ({"norm.weight": None}, "lacks the tensor norm.weight"),
+])  # fmt: skip
 def test_wrong_tensors_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert_refused(words, load_llama, altered(OFFICIAL, tmp_path, {}, changed))
 
@@ -341,14 +323,10 @@ EAGLE = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}}
 DFLASH_OF_TWO = {"dflash_config": {"mask_token_id": 94, "target_layer_ids": [-1, 0, 0]}}
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "dtype", "above"),
-    [
-        ("eagle3/official", EAGLE, "float32", 0),
-        ("eagle3/official", EAGLE, "float32", 1),
-        ("block/dflash", DFLASH_OF_TWO, "int8", 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "dtype", "above"), [
+    ("eagle3/official", EAGLE, "float32", 0), ("eagle3/official", EAGLE, "float32", 1),
+    ("block/dflash", DFLASH_OF_TWO, "int8", 0),
+])  # fmt: skip
 def test_a_head_is_recognised_by_itself(
     name: str, fields: dict[str, Any], dtype: Any, above: int, tiny_pair: Folders, tmp_path: Path
 ) -> None:

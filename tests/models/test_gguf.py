@@ -126,11 +126,9 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(tmp_path: Path, sized:
 CUTS = {
     "llama-bpe": "Llama 3",
     "smaug-bpe": "Llama 3",  # SmolLM3's, which puts nothing before a text
-    "smollm": "SmolLM2",
-    "qwen2": "Qwen 2.5 and 3",
-    "deepseek-r1-qwen": "Qwen 2.5 and 3",
+    "smollm": "SmolLM2", "qwen2": "Qwen 2.5 and 3", "deepseek-r1-qwen": "Qwen 2.5 and 3",
     "tekken": "Mistral since Nemo",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pre", CUTS)

@@ -89,15 +89,12 @@ def smaller(plan: Plan) -> dict[str, SmallerDraft]:
     return {one.name: one for one in plan.drafters().smaller}
 
 
-@pytest.mark.parametrize(
-    ("drafts", "k", "context", "rules", "rows", "prompt_length"),
-    [
-        (["llama-3.1-8b"], 25, 8167, "tensor", 1, None),
-        (["pard-llama-3.2-1b"], 40, 8112, "tensor_long", 6, 200),
-        (["llama-3.1-8b", "pard-llama-3.2-1b"], 25, 8151, "tensor", 9, 8000),
-        (["llama-3.1-8b", "eagle3-llama-3.1-8b"], 25, 8156, "tensor_long", 40, 30),
-    ],
-)
+@pytest.mark.parametrize(("drafts", "k", "context", "rules", "rows", "prompt_length"), [
+    (["llama-3.1-8b"], 25, 8167, "tensor", 1, None),
+    (["pard-llama-3.2-1b"], 40, 8112, "tensor_long", 6, 200),
+    (["llama-3.1-8b", "pard-llama-3.2-1b"], 25, 8151, "tensor", 9, 8000),
+    (["llama-3.1-8b", "eagle3-llama-3.1-8b"], 25, 8156, "tensor_long", 40, 30),
+])  # fmt: skip
 def test_prompts_are_run_and_caches_have_room_as_in_the_engine(
     drafts: list[str], k: int, context: int, rules: str, rows: int, prompt_length: int | None
 ) -> None:
@@ -156,14 +153,11 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan)
     assert set(said["passes"][0]) == keys
 
 
-@pytest.mark.parametrize(
-    ("pair", "vocab_size", "proposed"),
-    [
-        (("llama-2-70b", "llama-2-7b"), 32_000, set()),
-        # Their vocabularies are padded apart; a Qwen 3 has other tokens behind the same size.
-        (("qwen-2.5-72b", "qwen-2.5-1.5b"), 151_936, {"qwen-2.5-0.5b"}),
-    ],
-)
+@pytest.mark.parametrize(("pair", "vocab_size", "proposed"), [
+    (("llama-2-70b", "llama-2-7b"), 32_000, set()),
+    # Their vocabularies are padded apart; a Qwen 3 has other tokens behind the same size.
+    (("qwen-2.5-72b", "qwen-2.5-1.5b"), 151_936, {"qwen-2.5-0.5b"}),
+])  # fmt: skip
 def test_smaller_models_of_a_family(pair: tuple[str, str], vocab_size: int, proposed: set) -> None:
     plan = planned(target=preset(pair[0]), draft=preset(pair[1]), context=2048)
     assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == vocab_size

@@ -73,27 +73,18 @@ def loop(condition: str = PLAIN, start: int | str = 0, step: int = 1) -> str:
     return filled.replace("START", f"constant({start})" if isinstance(start, int) else start)
 
 
-@pytest.mark.parametrize(
-    ("expected", "given"),
-    [
-        (25, ()),
-        (24, (PLAIN, 1)),
-        (13, (PLAIN, 0, 2)),
-        (25, (PLAIN.replace("LT", "LE"), 1)),
-        (20, (PLAIN.replace("LT", "NE"), 5)),
-        (24, (PLAIN.replace("%i, %limit", "%limit, %i").replace("LT", "GT"), 1)),
-        (5, (PLAIN.replace("LT", "GT"), 30, -1)),
-        # The compiler moves the counter: it starts at 0 and is compared after a step.
-        (24, (PLAIN.replace("%i,", "%shifted,"),)),
-        # The limit is carried along, or the comparison is fused.
-        (7, (PLAIN.replace("%limit", "%n"), 1)),
-        (24, (FUSED, 1)),
-        # Data may end it sooner, or start it later: these are bounds.
-        (24, (BOTH, 1)),
-        (25, (PLAIN, "copy(%p)")),
-        (0, (PLAIN, 30)),
-    ],
-)
+@pytest.mark.parametrize(("expected", "given"), [
+    (25, ()), (24, (PLAIN, 1)), (13, (PLAIN, 0, 2)), (25, (PLAIN.replace("LT", "LE"), 1)),
+    (20, (PLAIN.replace("LT", "NE"), 5)),
+    (24, (PLAIN.replace("%i, %limit", "%limit, %i").replace("LT", "GT"), 1)),
+    (5, (PLAIN.replace("LT", "GT"), 30, -1)),
+    # The compiler moves the counter: it starts at 0 and is compared after a step.
+    (24, (PLAIN.replace("%i,", "%shifted,"),)),
+    # The limit is carried along, or the comparison is fused.
+    (7, (PLAIN.replace("%limit", "%n"), 1)), (24, (FUSED, 1)),
+    # Data may end it sooner, or start it later: these are bounds.
+    (24, (BOTH, 1)), (25, (PLAIN, "copy(%p)")), (0, (PLAIN, 30)),
+])  # fmt: skip
 def test_trips_are_limit_minus_start(expected: int, given: tuple[Any, ...]) -> None:
     assert trips(loop(*given)) == ([expected] if expected else [])
 
@@ -202,15 +193,14 @@ ENTRY %main (p: bf16[4,1,8,64], q: pred[]) -> bf16[4,1,8,64] {
 def test_exchanges_are_found_in_the_spellings_of_the_tpu_compiler() -> None:
     """One exchange over several fusions, tuples, groups."""
     assert sorted(exchanges(CARRYING, 8), key=lambda one: (one.kind, one.count)) == [
-        Exchange("all-gather", ((5,),), 5 * 4, 16, 1),
-        Exchange("all-gather", ((8,),), 32, 2, 1),
+        Exchange("all-gather", ((5,),), 5 * 4, 16, 1), Exchange("all-gather", ((8,),), 32, 2, 1),
         Exchange("all-gather", ((2, 32),), 2 * 32 * 2, 2, 7),
         Exchange("all-reduce", ((6,), (7,)), 52, 4, 1),
         Exchange("all-reduce", ((6,), (6,)), 48, 4, 1),
         Exchange("all-reduce", ((2, 4),), 2 * 4 * 2, 4, 7),
         Exchange("all-to-all", ((3,),), 12, 2, 1),
         Exchange("collective-permute", ((4,),), 16, 2, 1),
-    ]
+    ]  # fmt: skip
 
 
 def test_copies_are_found_with_where_and_how_often_they_run() -> None:

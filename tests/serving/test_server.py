@@ -184,34 +184,29 @@ def test_draws(live: Live) -> None:
     assert drawn(temperature=1e-40, top_p=0.1) == [live.alone(PROMPT, 12)[1]]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "code", "words"),
-    [
-        ("", b'{"prompt": "a', 400, None, "The body is not valid JSON"),
-        ("", b'{"prompt": "\xff"}', 400, None, "send it in UTF-8"),
-        ("", b'{"prompt": "\\ud800"}', 400, None, "prompt"),
-        ("", b"[" * 19_000, 400, None, "fewer levels"),
-        ("", {}, 400, None, "prompt: Field required"),
-        ("", {"prompt": []}, 400, None, "prompt"),
-        ("", {"prompt": [[]]}, 400, None, "is empty"),
-        ("", {"prompt": [5] * 200}, 400, "context_length_exceeded", "has 200 tokens"),
-        ("", {"prompt": "a", "model": "other"}, 404, "model_not_found", "'other'"),
-        ("", {"prompt": "a", "fly": {"typo": 1}}, 400, "unknown_field", "'fly.typo'"),
-        ("", b'{"prompt": "a", "temperature": NaN}', 400, None, "temperature"),
-        ("", {"prompt": "a", "n": 7}, 400, None, "takes 6"),
-        ("", {"prompt": "a", "logprobs": 5}, 400, None, "engine gives at most 4"),
-        ("", {"prompt": "a", "fly": {"rule": "typical"}}, 400, "rule_not_served", "exact, margin"),
-        ("", {"prompt": "a", "fly": {"rule": "fly & ("}}, 400, None, "joined by &"),
-        ("", {"prompt": "a", "fly": {"rule": "fly", "window_size": 9}}, 400, None, "window_size=9"),
-        (CHAT, {"messages": []}, 400, None, "messages"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "No tools."),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, None, ""),
-        ("/v1/nowhere", {}, 404, None, "/openapi.json"),
-        ("/v1/models", {}, 405, None, "not take that method"),
-        ("", {"prompt": "a" * 30_000}, 413, "body_too_large", "more than 20000 bytes"),
-        ("", [b" " * 9000] * 4, 413, "body_too_large", "--max_body"),  # of unsaid length
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body", "status", "code", "words"), [
+    ("", b'{"prompt": "a', 400, None, "The body is not valid JSON"),
+    ("", b'{"prompt": "\xff"}', 400, None, "send it in UTF-8"),
+    ("", b'{"prompt": "\\ud800"}', 400, None, "prompt"),
+    ("", b"[" * 19_000, 400, None, "fewer levels"), ("", {}, 400, None, "prompt: Field required"),
+    ("", {"prompt": []}, 400, None, "prompt"), ("", {"prompt": [[]]}, 400, None, "is empty"),
+    ("", {"prompt": [5] * 200}, 400, "context_length_exceeded", "has 200 tokens"),
+    ("", {"prompt": "a", "model": "other"}, 404, "model_not_found", "'other'"),
+    ("", {"prompt": "a", "fly": {"typo": 1}}, 400, "unknown_field", "'fly.typo'"),
+    ("", b'{"prompt": "a", "temperature": NaN}', 400, None, "temperature"),
+    ("", {"prompt": "a", "n": 7}, 400, None, "takes 6"),
+    ("", {"prompt": "a", "logprobs": 5}, 400, None, "engine gives at most 4"),
+    ("", {"prompt": "a", "fly": {"rule": "typical"}}, 400, "rule_not_served", "exact, margin"),
+    ("", {"prompt": "a", "fly": {"rule": "fly & ("}}, 400, None, "joined by &"),
+    ("", {"prompt": "a", "fly": {"rule": "fly", "window_size": 9}}, 400, None, "window_size=9"),
+    (CHAT, {"messages": []}, 400, None, "messages"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "No tools."),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, None, ""),
+    ("/v1/nowhere", {}, 404, None, "/openapi.json"),
+    ("/v1/models", {}, 405, None, "not take that method"),
+    ("", {"prompt": "a" * 30_000}, 413, "body_too_large", "more than 20000 bytes"),
+    ("", [b" " * 9000] * 4, 413, "body_too_large", "--max_body"),  # of unsaid length
+])  # fmt: skip
 def test_what_is_refused(
     live: Live, path: str, body: object, status: int, code: str | None, words: str
 ) -> None:
@@ -362,10 +357,9 @@ def test_metrics(live: Live) -> None:
         "spec_decode_num_accepted_tokens_total": found["num_accepted_draft_tokens"],
         "spec_decode_num_rescued_tokens_total": found["num_rescued_tokens"],
         "generation_tokens_total": usage["completion_tokens"],
-        "prompt_tokens_total": 2 * usage["prompt_tokens"],
-        "time_to_first_token_seconds_count": 2,
+        "prompt_tokens_total": 2 * usage["prompt_tokens"], "time_to_first_token_seconds_count": 2,
         "compilations": 0,
-    }.items():
+    }.items():  # fmt: skip
         assert grown[f"fly_jax:{name}[]"] == value, name
     refused = {key: one for key, one in grown.items() if "request_refused_total" in key and one}
     assert refused == {"fly_jax:request_refused_total[('status', '404')]": 1}
@@ -447,11 +441,9 @@ def test_numbers_that_have_no_place(live: Live, name: str) -> None:
     for given in attacks.NUMBERS:
         fits = {
             **dict.fromkeys(("window_size", "entropy_top_k"), False),
-            "risk_budget": -1 < given <= 10_000,
-            "max_tokens": given == 2**31 - 1,
-            "top_k": given in (-1, 2**31 - 1),
-            "seed": -1 <= given <= 2**32,
-        }.get(name, name in attacks.RULE_NUMBERS and -1 < given <= 2**64)
+            "risk_budget": -1 < given <= 10_000, "max_tokens": given == 2**31 - 1,
+            "top_k": given in (-1, 2**31 - 1), "seed": -1 <= given <= 2**32,
+        }.get(name, name in attacks.RULE_NUMBERS and -1 < given <= 2**64)  # fmt: skip
         reply = live.post(attacks.with_number(name, given).body)
         assert reply.status_code == (200 if fits else 400), reply.text
         assert fits or name in reply.json()["error"]["message"]

@@ -61,22 +61,18 @@ def test_cache_by_rows_or_by_positions() -> None:
     assert draft.spec(("rows", None), (16, 5)) == P("data", None)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "axes", "shape", "expected"),
-    [
-        # What does not divide loses the last axes.
-        *(("2x4", ("ffw",), (size,), P(BOTH)) for size in (16, 8)),
-        *(("2x4", ("ffw",), (size,), P("x")) for size in (6, 4)),
-        ("2x4", ("ffw",), (3,), P(None)),
-        # An axis is used once, and none that the mesh lacks or that holds one device.
-        ("2x4", ("cache_batch", None, "vocab"), (4, 1, 8), P("y", None, "x")),
-        ("2x4", ("vocab", "ffw"), (8, 8), P(BOTH, None)),
-        ("2x4", ("vocab", "ffw"), (6, 4), P("x", "y")),  # the second may, what the first cannot
-        ("8", ("ffw", "cache_batch"), (8, 8), P("x", None)),
-        ("1x8", ("ffw", "kv_heads"), (8, 8), P("y", None)),
-        ("1x1", ("ffw", "cache_batch"), (8, 8), P(None, None)),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "axes", "shape", "expected"), [
+    # What does not divide loses the last axes.
+    *(("2x4", ("ffw",), (size,), P(BOTH)) for size in (16, 8)),
+    *(("2x4", ("ffw",), (size,), P("x")) for size in (6, 4)), ("2x4", ("ffw",), (3,), P(None)),
+    # An axis is used once, and none that the mesh lacks or that holds one device.
+    ("2x4", ("cache_batch", None, "vocab"), (4, 1, 8), P("y", None, "x")),
+    ("2x4", ("vocab", "ffw"), (8, 8), P(BOTH, None)),
+    ("2x4", ("vocab", "ffw"), (6, 4), P("x", "y")),  # the second may, what the first cannot
+    ("8", ("ffw", "cache_batch"), (8, 8), P("x", None)),
+    ("1x8", ("ffw", "kv_heads"), (8, 8), P("y", None)),
+    ("1x1", ("ffw", "cache_batch"), (8, 8), P(None, None)),
+])  # fmt: skip
 def test_how_axes_are_divided(
     mesh: str, axes: tuple[str, ...], shape: tuple[int, ...], expected: P
 ) -> None:
@@ -136,14 +132,11 @@ def test_a_mesh_is_read_and_its_text_is_read_back(text: str) -> None:
     assert hash(spec) == hash(parse_mesh(str(spec)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "x", "8x", "x8", "0x8", "8x0", "-1x8", "8x-8", "axb", "8X8", "8*8", "1.5x2", "2x2x2x2",
-        "x=8,x=8", "z=8", "x=0", "x=-2", "x=", "=8", "x=8,8", "x=8,", "x=two", "x=8=8",
-        "99999999999999999999", "\u0668x8",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "", "x", "8x", "x8", "0x8", "8x0", "-1x8", "8x-8", "axb", "8X8", "8*8", "1.5x2", "2x2x2x2",
+    "x=8,x=8", "z=8", "x=0", "x=-2", "x=", "=8", "x=8,8", "x=8,", "x=two", "x=8=8",
+    "99999999999999999999", "\u0668x8",
+])  # fmt: skip
 def test_anything_else_is_an_error_that_quotes_it(text: str) -> None:
     assert_refused(re.escape(f"'{text}' is not a mesh"), parse_mesh, text)
 
@@ -223,19 +216,16 @@ def test_alone_or_as_it_is_typed() -> None:
         assert detect_process(*given) == ProcessInfo(*given)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (("host-a:8476", None, None), "--num_processes and --process_id must be given too"),
-        (("host-a:8476", 4, None), "--process_id must be given too"),
-        ((None, 4, 0), "--coordinator_address must be given too"),
-        (("host-a:8476", 4, 4), "--process_id is 4.*from 0 to 3"),
-        *(
-            ((address, 4, 0), f"'{address}'.*10.0.0.1:8476")
-            for address in ("host-a", "host-a:port", "host-a:0", "host-a:65536", ":8476")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    (("host-a:8476", None, None), "--num_processes and --process_id must be given too"),
+    (("host-a:8476", 4, None), "--process_id must be given too"),
+    ((None, 4, 0), "--coordinator_address must be given too"),
+    (("host-a:8476", 4, 4), "--process_id is 4.*from 0 to 3"),
+    *(
+        ((address, 4, 0), f"'{address}'.*10.0.0.1:8476")
+        for address in ("host-a", "host-a:port", "host-a:0", "host-a:65536", ":8476")
+    ),
+])  # fmt: skip
 def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], words: str) -> None:
     assert_refused(words, detect_process, *given)
 

@@ -238,18 +238,15 @@ NEXT, NEXT_TWO = (1, "paper"), (2, "paper")
 
 # What each rule means, written out as alternatives by hand.
 MEANINGS: dict[str, tuple[Rule, Clauses]] = {
-    "exact": (Exact(), []),
-    "fly": (W2, [([GATE], [NEXT_TWO])]),
+    "exact": (Exact(), []), "fly": (W2, [([GATE], [NEXT_TWO])]),
     "fly, reference": (reference(window_size=3), [([GATE], [(3, "reference")])]),
     "fly without a gate, reference": (reference(0.0, 4), [([], [(4, "reference")])]),
-    "csd": (Csd(), [(CSD, [])]),
-    "csd, memory alone": (Csd(consistency=None), [([MEMORY], [])]),
+    "csd": (Csd(), [(CSD, [])]), "csd, memory alone": (Csd(consistency=None), [([MEMORY], [])]),
     "csd, consistency alone": (Csd(0.3, memory=False), [([near(-math.log(0.3))], [])]),
     "csd, whatever the consistency": (Csd(0.0), [([MEMORY], [])]),
     "lossy": (Lossy(), [([PROBABLE], [])]),
     "lenience": (Lenience(0.4), [([("REFUSED_GATE", lenient)], [])]),
-    "typical": (Typical(), [([TYPICAL], [])]),
-    "margin": (Margin(), [([near(0.3)], [])]),
+    "typical": (Typical(), [([TYPICAL], [])]), "margin": (Margin(), [([near(0.3)], [])]),
     "fly & margin": (W2 & Margin(gap=1.3), [([GATE, near(1.3)], [NEXT_TWO])]),
     "fly | csd": (W2 | Csd(), [([GATE], [NEXT_TWO]), (CSD, [])]),
     "(fly | csd) & typical": (
@@ -321,27 +318,23 @@ def test_what_rules_ask_of_the_evidence() -> None:
     assert [why.letter for why in Why] == ["m", "r", *"------", "c", "b", "-"]
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Exact() & Fly(), "Exact cannot be part"),
-        (lambda: Fly() | Exact(), "Exact cannot be part"),
-        (lambda: Budget(Fly(), 1.0) & Margin(), "a budget goes around"),
-        (lambda: Margin() | Budget(Fly(), 1.0), "a budget goes around"),
-        (lambda: Budget(Budget(Fly(), 1.0), 1.0), "goes around one loosened rule"),
-        (lambda: Budget(Exact(), 1.0), "goes around one loosened rule"),
-        (lambda: Budget(Fly(), -1.0), "risk_budget is -1.0"),
-        (lambda: Budget(Fly(), math.nan), "risk_budget is nan"),
-        (lambda: Fly() & Fly(entropy="full"), "different entropies"),
-        (lambda: Entropy("shannon"), "measure is 'shannon'"),
-        (lambda: Entropy(top_k=0), "at least 1"),
-        (lambda: Csd(None, memory=False), "neither its memory nor"),
-        (lambda: Csd(0.0, memory=False), "neither its memory nor"),
-        (lambda: (Fly() & Margin()).check(6), "num_speculative_tokens=6.*window_size=6"),
-        (lambda: functools.reduce(operator.and_, [Fly() | Csd()] * 4), "makes 16 alternatives"),
-        (lambda: functools.reduce(operator.or_, [Fly()] * 9), "joins 9 rules"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: Exact() & Fly(), "Exact cannot be part"),
+    (lambda: Fly() | Exact(), "Exact cannot be part"),
+    (lambda: Budget(Fly(), 1.0) & Margin(), "a budget goes around"),
+    (lambda: Margin() | Budget(Fly(), 1.0), "a budget goes around"),
+    (lambda: Budget(Budget(Fly(), 1.0), 1.0), "goes around one loosened rule"),
+    (lambda: Budget(Exact(), 1.0), "goes around one loosened rule"),
+    (lambda: Budget(Fly(), -1.0), "risk_budget is -1.0"),
+    (lambda: Budget(Fly(), math.nan), "risk_budget is nan"),
+    (lambda: Fly() & Fly(entropy="full"), "different entropies"),
+    (lambda: Entropy("shannon"), "measure is 'shannon'"), (lambda: Entropy(top_k=0), "at least 1"),
+    (lambda: Csd(None, memory=False), "neither its memory nor"),
+    (lambda: Csd(0.0, memory=False), "neither its memory nor"),
+    (lambda: (Fly() & Margin()).check(6), "num_speculative_tokens=6.*window_size=6"),
+    (lambda: functools.reduce(operator.and_, [Fly() | Csd()] * 4), "makes 16 alternatives"),
+    (lambda: functools.reduce(operator.or_, [Fly()] * 9), "joins 9 rules"),
+])  # fmt: skip
 def test_what_cannot_mean_anything_is_refused(make: Callable[[], object], words: str) -> None:
     assert_refused(words, make)
 
@@ -353,11 +346,8 @@ OUTSIDE: dict[type, dict[str, tuple[object, ...]]] = {
         "entropy_top_k": (0,), "window": ("code",),
     },
     Sampling: {"temperature": (-0.1, math.inf), "top_k": (-1,), "top_p": (0.0, 1.5)},
-    Csd: {"consistency": (-0.01,)},
-    Lossy: {"threshold": (0.0,)},
-    Lenience: {"lenience": (1.5,)},
-    Typical: {"epsilon": (0.0,), "delta": (2.0,)},
-    Margin: {"gap": (-1.0, math.nan)},
+    Csd: {"consistency": (-0.01,)}, Lossy: {"threshold": (0.0,)}, Lenience: {"lenience": (1.5,)},
+    Typical: {"epsilon": (0.0,), "delta": (2.0,)}, Margin: {"gap": (-1.0, math.nan)},
 }  # fmt: skip
 
 
@@ -370,23 +360,18 @@ def test_values_outside_are_refused(declaring: type) -> None:
             assert_refused(words, declaring, **{field: value})
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("&".join(["(fly|fly)"] * 14), "joins 28 rules, which makes 16384 alternatives"),
-        ("|".join(["fly"] * 9), "joins 9 rules"),
-        ("(" * 10**6 + "fly" + ")" * 10**6, "in at most 256 characters"),
-        ("&".join(["fly"] * 10**6), "in at most 256 characters"),
-    ],
-    ids=lambda value: value[:40],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("&".join(["(fly|fly)"] * 14), "joins 28 rules, which makes 16384 alternatives"),
+    ("|".join(["fly"] * 9), "joins 9 rules"),
+    ("(" * 10**6 + "fly" + ")" * 10**6, "in at most 256 characters"),
+    ("&".join(["fly"] * 10**6), "in at most 256 characters"),
+], ids=lambda value: value[:40])  # fmt: skip
 def test_a_text_is_counted_before_anything_is_made_of_it(text: str, words: str) -> None:
     for read in (
-        rule_names,
-        lambda text: DecodingConfig(rule=text),
+        rule_names, lambda text: DecodingConfig(rule=text),
         lambda text: DecodingConfig().replace(rule=text),
         lambda text: decoding_config({"rule": text}, 15),
-    ):
+    ):  # fmt: skip
         with pytest.raises(FlyJaxError, match=words) as error:
             read(text)
         assert len(str(error.value)) < 600

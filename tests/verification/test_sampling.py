@@ -179,10 +179,9 @@ def many_kinds_of_logits(seed: int) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    steps=st.sampled_from(["top-k", "top-p", "both"]),
+    seed=st.integers(0, 2**32 - 1), steps=st.sampled_from(["top-k", "top-p", "both"]),
     shared=st.sampled_from(SETTINGS),
-)
+)  # fmt: skip
 def test_processed_distributions_are_the_oracles_and_those_of_shards_too(
     seed: int, steps: str, shared: Sampling
 ) -> None:

@@ -431,15 +431,11 @@ CASES = {
 MESH = layout_on("2x4").mesh
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "more"),
-    [
-        *(("vocabulary over x and y", case, case.endswith("top-k")) for case in CASES),
-        ("rows over y", "sampled, top-k and top-p", True),
-        ("rows over x", "sampled", False),
-        ("rows only", "sampled, top-k and top-p", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "case", "more"), [
+    *(("vocabulary over x and y", case, case.endswith("top-k")) for case in CASES),
+    ("rows over y", "sampled, top-k and top-p", True), ("rows over x", "sampled", False),
+    ("rows only", "sampled, top-k and top-p", False),
+])  # fmt: skip
 def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     name: str, case: str, more: bool
 ) -> None:

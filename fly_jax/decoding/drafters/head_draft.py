@@ -190,7 +190,7 @@ class HeadDraft(HeadDrafter):
                 return jnp.any(lacks)
             reached = jnp.where(jnp.arange(num_speculative_tokens) < index, draft.rates, 1)
             reached = jnp.where(lacks, jnp.prod(reached, axis=1), 0)
-            return jnp.sum(reached) > least * jnp.sum(wanted > 0)
+            return jnp.any(lacks) & (jnp.sum(reached) >= least * jnp.sum(wanted > 0))
 
         most: int | Index = terms.most(num_speculative_tokens)
         rates = None if least is None else jnp.zeros(shape)

@@ -176,7 +176,9 @@ class Takeover:
         rest = dataclasses.replace(self.terms, wanted=wanted)
         found, _ = self.lookup.propose((), text, self.length + place, len(places), rest)
         assert found.rates is not None
-        enough = wanted if rates is None else jnp.minimum(wanted, _ENOUGH)
+        enough, least = wanted, self.terms.least_rate
+        if least is not None:
+            enough = jnp.where(least > 0, jnp.minimum(wanted, _ENOUGH), wanted)
         takes = (found.num_drafted >= enough) & (place < jnp.minimum(self.wanted, left))
         takes &= found.rates[:, 0] > rate
         is_copied = column(takes) & (places >= place)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +45,7 @@ class Record:
         """Replaces the folder's record as a whole."""
         partial = folder / f"{RECORD}.partial"
         partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        os.replace(partial, folder / RECORD)
+        partial.replace(folder / RECORD)
 
 
 def read_record(folder: Path) -> Record:
@@ -81,11 +80,8 @@ def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
 
 def stored_files(folder: Path) -> dict[str, int]:
     """Size in bytes of every file below `orbax/`, by its path in the folder."""
-    return {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted((folder / _ORBAX).rglob("*"))
-        if path.is_file()
-    }
+    files = filter(Path.is_file, sorted((folder / _ORBAX).rglob("*")))
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 class ConvertedSource:
@@ -120,12 +116,10 @@ class ConvertedSource:
         from orbax.checkpoint import v1 as ocp
 
         own = group_folder(self._folder, group)
-        abstract = {
-            name: jax.ShapeDtypeStruct(
-                spec.shape, spec.dtype or self._width, sharding=parameter_sharding(layout, spec)
-            )
-            for name, spec in group.specs(self.config, int8=self.int8).items()
-        }
+        abstract = {}
+        for name, spec in group.specs(self.config, int8=self.int8).items():
+            where, dtype = parameter_sharding(layout, spec), spec.dtype or self._width
+            abstract[name] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
         try:
             # No bound on what is read at once: Orbax refuses any single array above one.
             return ocp.load(own.absolute(), abstract)
@@ -140,11 +134,9 @@ class ConvertedSource:
 
     def _check_shapes(self, written: LlamaConfig) -> None:
         """Raises FlyJaxError where config.json asks for other shapes than the conversion wrote."""
-        there, asked = parameter_specs(written), parameter_specs(self.config)
+        there, asked = both = parameter_specs(written), parameter_specs(self.config)
         for name in there | asked:
-            found, wanted = (
-                list(specs[name].shape) if name in specs else "absent" for specs in (there, asked)
-            )
+            found, wanted = (list(of[name].shape) if name in of else "absent" for of in both)
             if found != wanted:
                 raise FlyJaxError(
                     f"The parameter {name} in {self._folder / _ORBAX} is {found}; config.json asks "

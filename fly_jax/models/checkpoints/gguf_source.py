@@ -310,9 +310,7 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
         )
     controls = vocabulary.control_ids | set(_named_ids(file).values()) | set(eos_token_ids)
     template = file.values.get("tokenizer.chat_template")
-    return Tokenizer(
-        vocabulary, eos_token_ids, tuple(sorted(controls)), template, special_tokens=_named(file)
-    )
+    return Tokenizer(vocabulary, eos_token_ids, tuple(sorted(controls)), template, _named(file))
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:

@@ -34,9 +34,8 @@ from fly_jax.sharding.rules import Layout, axes_in
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
-_QUANTISED = {"F8_E4M3": jnp.float8_e4m3fn, "I8": jnp.int8, "I32": jnp.int32}
-_STORED = {name: jnp.dtype(dtype) for name, dtype in (DTYPES | _QUANTISED).items()}
-_STORED["I64"] = np.dtype(np.int64)
+_OTHERS = {"F8_E4M3": jnp.float8_e4m3fn, "I8": jnp.int8, "I32": jnp.int32, "I64": jnp.int64}
+_STORED = {name: jnp.dtype(dtype) for name, dtype in (DTYPES | _OTHERS).items()}
 _LENGTH_BYTES = 8
 _AGAIN = "download the file again"
 
@@ -133,11 +132,9 @@ class HuggingFaceSource:
         if _HEAD_SAYS in self._stored:  # EAGLE's own files say nothing else of it
             self.config = architectures.config_of({**fields, "architectures": [EAGLE3]}, str(path))
         if self.config.head is not None:
-            has_own = "lm_head.weight" in self._stored  # and otherwise neither table
-            has_embedding = has_own and "embed_tokens.weight" in self._stored
-            head = dataclasses.replace(
-                self.config.head, has_embedding=has_embedding, has_unembedding=has_own
-            )
+            own = "lm_head.weight" in self._stored  # and otherwise neither table
+            both = own and "embed_tokens.weight" in self._stored
+            head = dataclasses.replace(self.config.head, has_embedding=both, has_unembedding=own)
             self.config = dataclasses.replace(self.config, head=head)
         self.config.check_layers(len(self._stored))
         needed: dict[str, StoredPart] = {}
@@ -176,11 +173,9 @@ class HuggingFaceSource:
         for name, tensors in names.items():
             for tensor, _ in tensors.values():
                 stored = self._stored[tensor]
-                files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
-                    stored.shape,
-                    _STORED[stored.dtype],
-                    sharding=row_sharding(layout, specs[name], *stored.shape[:1]),
-                )
+                where = row_sharding(layout, specs[name], *stored.shape[:1])
+                one = jax.ShapeDtypeStruct(stored.shape, _STORED[stored.dtype], sharding=where)
+                files.setdefault(stored.file, {})[tensor] = one
         from orbax.checkpoint import v1 as ocp  # in half a second
 
         context = ocp.Context()
@@ -350,7 +345,16 @@ def _check_folder(folder: Path) -> None:
         raise FlyJaxError(
             f"{folder} {what}; fly_jax needs a folder: give that of a Hugging Face checkpoint."
         )
-    for name in _indexed_files(folder):
+    index, names = folder / INDEX, list[str]()
+    if index.exists():
+        try:
+            files = json.loads(index.read_bytes())["weight_map"].values()
+            names = sorted({str(file) for file in files})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FlyJaxError(
+                f"{index} is not an index of safetensors files ({_reason(error)}); {_AGAIN}."
+            ) from error
+    for name in names:
         if not (folder / name).is_file():
             raise FlyJaxError(
                 f"{folder / name} does not exist, but {INDEX} names it; the checkpoint needs all "
@@ -365,20 +369,6 @@ def _check_folder(folder: Path) -> None:
             f"{folder} holds {found}; fly_jax needs safetensors files: download the model in "
             "that format, or convert it with transformers' save_pretrained."
         )
-
-
-def _indexed_files(folder: Path) -> list[str]:
-    """The files that the index names, each once; empty if there is no index."""
-    path = folder / INDEX
-    if not path.exists():
-        return []
-    try:
-        files = json.loads(path.read_bytes())["weight_map"].values()
-        return sorted({str(file) for file in files})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FlyJaxError(
-            f"{path} is not an index of safetensors files ({_reason(error)}); {_AGAIN}."
-        ) from error
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

@@ -162,10 +162,10 @@ def load_llama(
         kept = _Kept(source, np.dtype(dtype), int8=int8)
         lies = source.stored_types == {_STORED_NAMES.get(kept.dtype.name)}  # which needs no second
         is_converted = unstacked or int8 or not lies
-        if (is_converted and kept.map(path, weights_cache, say)) or unstacked:
-            source = kept
-        if source is kept and unstacked:
+        is_mapped = is_converted and kept.map(path, weights_cache, say)
+        if unstacked:
             return _unstacked(kept, config)
+        source = kept if is_mapped else source
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}
     with large_arrays_given_back():
@@ -287,10 +287,8 @@ def _empty_stacks(
 
 @functools.partial(jax.jit, donate_argnames=("stacks",))
 def _insert(stacks: dict[str, Array], parts: dict[str, Array], layer: Index) -> dict[str, Array]:
-    return {
-        name: jax.lax.dynamic_update_index_in_dim(stacks[name], part, layer, axis=0)
-        for name, part in parts.items()
-    }
+    update = jax.lax.dynamic_update_index_in_dim
+    return {name: update(stacks[name], part, layer, 0) for name, part in parts.items()}
 
 
 @contextlib.contextmanager
@@ -366,8 +364,7 @@ class _Kept:
         integers = "uint8" if self._integers == np.uint8 else self.int8
         types = [_VERSION, self.dtype.name, integers, identity(path), fingerprint(path)]
         digest = hashlib.sha256(json.dumps(types).encode()).hexdigest()[:32]
-        data = self._in_file(found / f"{digest}.safetensors", say)
-        if data is not None:
+        if (data := self._in_file(found / f"{digest}.safetensors", say)) is not None:
             self._data = data
         return data is not None
 

@@ -85,7 +85,7 @@ def test_k_follows_from_the_length_of_the_match(
             best = int(np.argmax([some / taken for some, taken in zip(each, seconds, strict=True)]))
             assert one.depth is not None
             assert one.depth.tolist() == [depths[best]]
-            assert one.num_drafted.tolist() == [[min(depths[best], len(proposed))]]
+            assert one.num_drafted.tolist() == [[min(depths[best], len(proposed), left - 1)]]
             text += one.tokens[0, 0, : one.count[0, 0]].tolist()
             left -= int(one.count[0, 0])
             seen.append(depths[best])

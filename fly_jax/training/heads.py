@@ -3,7 +3,8 @@
 All kinds draft the tokens behind slot i in steps. The first step sees the text up to there, and
 each further one what the steps before it have added at this slot. So a row of text is trained on
 as a whole (training-time test, EAGLE-3, arXiv 2503.01840; PARD, arXiv 2504.18583): step s of slot
-i attends to what step 0 knows of the slots up to i, and to steps 1 to s of its own.
+i attends to what step 0 knows of the slots up to i, and to steps 1 to s of its own. Steps are run
+at half of a row's slots, those that weigh most: the answers' before the prompts'.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from fly_jax.models.integers import signed
 from fly_jax.models.llama import Attend, Llama, Parameters
 from fly_jax.shapes import Index
 from fly_jax.training.expectations import ROW_LENGTH, Expected, HeardRow, laid_out
-from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
+from fly_jax.training.trainer import Recipe, Start, bfloat16_matmul, seen_within, stacked
+from fly_jax.verification.data import taken
 
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before
 # Draft tokens where a head is measured, and the documents that are measured at once.
@@ -47,14 +49,14 @@ class Kind(NamedTuple):
     # Steps that are trained. With more than three the first ones become worse, as EAGLE's users
     # found; where all are drafted at once, one that was not trained is worth nothing.
     depth: int
-    # Of the tokens that it knows, step by step, in float32.
-    scores: Callable[[LlamaConfig, Parameters, HeardRow, int], Iterator[Array]]
+    # Of the tokens that it knows, at some slots of each row, step by step, in float32.
+    scores: Callable[[LlamaConfig, Parameters, HeardRow, Array, int], Iterator[Array]]
     learning_rate: float
 
 
-def _attending(row: Row, kept: _Kept) -> Attend[_Left]:
+def _attending(seen: Bool[Array, "rows slots time"], kept: _Kept) -> Attend[_Left]:
     """Attention of a step to the first one, and to all later ones at its own slot."""
-    visible = seen_within(row)[:, None, None]
+    visible = seen[:, None, None]
 
     def attend(layer: Index, query: Array, key: Array, value: Array) -> tuple[Array, _Left]:
         steps = [(keys[layer], values[layer]) for keys, values in kept] + [(key, value)]
@@ -73,46 +75,53 @@ def _attending(row: Row, kept: _Kept) -> Attend[_Left]:
 
 
 def _eagle3_scores(
-    config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
-) -> Iterator[Float[Array, "rows time known"]]:
+    config: LlamaConfig, parameters: Parameters, heard: HeardRow, slots: Array, depth: int
+) -> Iterator[Float[Array, "rows slots known"]]:
     head, kept = Eagle3Head(config, parameters), _Kept()
-    row, positions = heard.row, jnp.asarray(heard.row.positions)[:, :-1]
+    seen, positions = seen_within(heard.row), jnp.asarray(heard.row.positions)[:, :-1]
     fed = head.fused(_features(heard), bfloat16_matmul)
     for step in range(depth):
-        tokens = _ahead(row.tokens, 1 + step)[:, :-1]
+        tokens = _ahead(heard.row.tokens, 1 + step)[:, :-1]
         hidden, fed, (keys, values) = head.run_with(
-            tokens, fed, positions + step, _attending(row, kept), bfloat16_matmul
-        )
+            taken(tokens, slots) if step else tokens, fed, positions + step,
+            _attending(seen, kept), bfloat16_matmul,
+        )  # fmt: skip
         kept.append((keys[None], values[None]))
+        if not step:
+            all_of = hidden, fed, seen, positions
+            hidden, fed, seen, positions = (taken(one, slots) for one in all_of)
         yield head.row_logits(hidden, bfloat16_matmul)
 
 
 def _pard_scores(
-    config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
-) -> Iterator[Float[Array, "rows time known"]]:
+    config: LlamaConfig, parameters: Parameters, heard: HeardRow, slots: Array, depth: int
+) -> Iterator[Float[Array, "rows slots known"]]:
     model, kept, row = Llama(config, parameters), _Kept(), heard.row
     tokens, positions = (jnp.asarray(one)[:, :-1] for one in (row.tokens, row.positions))
+    seen = seen_within(row)
     for step in range(depth):
-        attend = _attending(row, kept)
+        attend = _attending(seen, kept)
         hidden, added, _ = model.run_layers(tokens, positions + step, attend, bfloat16_matmul)
         kept.append(added)
+        if not step:
+            hidden, seen, positions = (taken(one, slots) for one in (hidden, seen, positions))
+            tokens = jnp.full_like(slots, config.pard_token or 0)
         yield model.row_logits(hidden, bfloat16_matmul)[..., : config.unknown_row]
-        tokens = jnp.full_like(tokens, config.pard_token or 0)
 
 
 def _dspark_scores(
-    config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
-) -> Iterator[Float[Array, "rows time known"]]:
+    config: LlamaConfig, parameters: Parameters, heard: HeardRow, slots: Array, depth: int
+) -> Iterator[Float[Array, "rows slots known"]]:
     """Runs all steps of all slots in one pass: blocks do not see each other (arXiv 2607.05147)."""
     head, own = BlockHead(config, parameters), config.head
     assert isinstance(own, Block)
     tokens = jnp.asarray(heard.row.tokens)[:, :-1]
     rows, time = tokens.shape
     context = head.injected(_features(heard), jnp.zeros(rows, jnp.int32))
-    before = seen_within(heard.row) & ~jnp.eye(time, dtype=bool)
-    masks = jnp.full((rows, time, own.block_size - 1), own.mask_token, jnp.int32)
-    blocks = jnp.concatenate((tokens[..., None], masks), axis=2)
-    positions = jnp.arange(time)[:, None] + jnp.arange(own.block_size)
+    before = taken(seen_within(heard.row) & ~jnp.eye(time, dtype=bool), slots)
+    masks = jnp.full((*slots.shape, own.block_size - 1), own.mask_token, jnp.int32)
+    blocks = jnp.concatenate((taken(tokens, slots)[..., None], masks), axis=2)
+    places = (slots[..., None] + jnp.arange(own.block_size)).reshape(rows, -1)
 
     def attend(layer: Index, query: Array, key: Array, value: Array) -> tuple[Array, None]:
         keys, values = context.keys[layer], context.values[layer]
@@ -126,11 +135,10 @@ def _dspark_scores(
         mixed += jnp.einsum("bkgtzy,btykh->btzkgh", weights[..., time:], value)
         return mixed.reshape(query.shape), None
 
-    places = jnp.broadcast_to(positions.reshape(-1), (rows, positions.size))
     hidden, *_ = head.run_layers(blocks.reshape(rows, -1), places, attend, bfloat16_matmul)
     hidden = hidden.reshape(*blocks.shape, -1)
     for step in range(depth):
-        bias = head.row_bias(_ahead(tokens, step))
+        bias = head.row_bias(taken(_ahead(tokens, step), slots))
         yield head.row_logits(hidden[:, :, step], bfloat16_matmul) + bias
 
 
@@ -157,13 +165,16 @@ def loss(
     """The cross entropy of the teacher's shares of known tokens, in nats; steps weigh 0.8^s."""
     behind, depth, scores, _ = KINDS[kind]
     rows, segment = parameters["token_rows"], jnp.asarray(heard.row.segments)[:, :-1]
+    first = _ahead(heard.row.weights, behind)
+    slots = jax.lax.top_k(first, -(-first.shape[1] // 2))[1]
     total = jnp.float32(0)
-    for step, logits in enumerate(scores(config, parameters, heard, depth)):
-        at = behind + step
-        likely, weights = rows[_ahead(heard.likely, at)], _ahead(heard.row.weights, at)
-        weights = jnp.where(_ahead(segment, at) == segment, weights, 0)
+    for step, logits in enumerate(scores(config, parameters, heard, slots, depth)):
+        said = heard.likely, heard.shares, heard.row.weights, segment
+        likely, shares, weights, own = (taken(_ahead(one, behind + step), slots) for one in said)
+        weights = jnp.where(own == taken(segment, slots), weights, 0)
+        likely = rows[likely]
         # The head cannot draft tokens that it does not know.
-        shares = jnp.where(likely == config.unknown_row, 0, _ahead(heard.shares, at))
+        shares = jnp.where(likely == config.unknown_row, 0, shares)
         found = jnp.take_along_axis(logits, jnp.minimum(likely, config.unknown_row - 1), axis=-1)
         losses = jnp.sum(shares * (jax.nn.logsumexp(logits, axis=-1, keepdims=True) - found), -1)
         total += _DECAY**step * jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
@@ -177,9 +188,11 @@ def _hits(
     """Tells which steps of each slot, with all before them, have the row's own token as best."""
     behind, _, scores, _ = KINDS[kind]
     rows = parameters["token_rows"][jnp.asarray(heard.row.tokens)]
+    slots = jnp.broadcast_to(jnp.arange(rows.shape[1] - 1), rows[:, :-1].shape)
+    each = scores(config, parameters, heard, slots, NUM_SPECULATIVE_TOKENS)
     found = [
         jnp.argmax(logits, axis=-1) == _ahead(rows, 1 + behind + step)[:, :-1]
-        for step, logits in enumerate(scores(config, parameters, heard, NUM_SPECULATIVE_TOKENS))
+        for step, logits in enumerate(each)
     ]
     return jnp.cumprod(jnp.stack(found, axis=-1), axis=-1).astype(bool)
 

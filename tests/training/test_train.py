@@ -103,10 +103,16 @@ def test_what_a_teacher_expects(model: Llama, tmp_path: Path, monkeypatch: Patch
 
 
 def test_the_loss_is_that_of_each_slot_by_hand(monkeypatch: Patch) -> None:
-    """Of steps one and two tokens ahead, within a document, over the tokens that are known."""
+    """Of one and two tokens ahead, within a document, of known tokens, at the heaviest slots."""
     ahead, known = (1, 2), [3, 4, 9]
     logits = np.random.default_rng(0).normal(size=(len(ahead), 8, len(known))).astype(np.float32)
-    kind = heads.Kind(ahead[0], len(ahead), lambda *_: iter(jnp.asarray(logits)[:, None]), 1e-3)
+    asked: list[np.ndarray] = []
+
+    def scores(*given: Any) -> Iterator[jax.Array]:
+        asked.append(np.asarray(given[3][0]))
+        yield from jnp.asarray(logits)[:, None, asked[0]]
+
+    kind = heads.Kind(ahead[0], len(ahead), scores, 1e-3)
     monkeypatch.setitem(heads.KINDS, "by hand", kind)
     config = dataclasses.replace(CONFIG, vocab_size=12, draft_vocab_size=1 + len(known))
     rows = jnp.full(12, len(known), jnp.int32).at[jnp.asarray(known)].set(jnp.arange(len(known)))
@@ -114,11 +120,14 @@ def test_the_loss_is_that_of_each_slot_by_hand(monkeypatch: Patch) -> None:
     batch = jax.tree.map(lambda one: one[None], row)
     found = heads.loss("by hand", config, {"token_rows": rows}, batch)
 
+    first = np.append(row.row.weights[1:], 0)
+    assert (len(asked[0]), len(set(asked[0]))) == (4, 4)
+    assert min(first[asked[0]]) >= max(np.delete(first, asked[0]))
     whole = 0.0
-    for step, scores in zip(ahead, logits, strict=True):
+    for step, every in zip(ahead, logits, strict=True):
         losses, weights = 0.0, 0.0
-        for slot, own in enumerate(scores):
-            place = slot + step  # whose next token the teacher expects
+        for slot in asked[0]:
+            own, place = every[slot], slot + step  # whose next token the teacher expects
             if place > 7 or row.row.segments[place] != row.row.segments[slot]:
                 continue
             weight = float(row.row.weights[place])

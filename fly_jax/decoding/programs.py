@@ -256,7 +256,7 @@ def compiled(jobs: Sequence[Callable[[], Traced]], at_a_time: int) -> Iterator[i
 
 
 def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
-    """What programs are compiled for, of an array that need not be kept for it."""
+    """The shape, type and place of an array, for which programs are compiled without it."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
@@ -426,12 +426,12 @@ def _prefill_chunk(
     cache, drafting = cache.written(new, target.layout), state.drafter
     if drafter is not None:
         seen = inputs if drafter.needs_hidden else None
-        take_in = functools.partial(drafter.prefill, tokens=tokens, start=start, hidden=seen)
+        prefill = functools.partial(drafter.prefill, tokens=tokens, start=start, hidden=seen)
         if drafts is None:
-            drafting = take_in(drafting)
+            drafting = prefill(drafting)
         else:  # what it has copied of another row may be longer than what they have in common
             drafting = map_lengths(lambda length: jnp.minimum(length, start), drafting)
-            drafting = once(drafts, take_in, drafting)
+            drafting = once(drafts, prefill, drafting)
     state = dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
     return _whole_numbers(shapes.layout, state)
 

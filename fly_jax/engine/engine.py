@@ -148,9 +148,9 @@ class Engine:
         self.costs = None
         if spec.static.depths:
             below = self.drafter.below if isinstance(self.drafter, DraftModel) else None
-            size = below.num_speculative_tokens if isinstance(below, Lookup) else 0
+            k = below.num_speculative_tokens if isinstance(below, Lookup) else 0
             rated = self.drafter is not None and self.drafter.rates_drafts
-            self.costs = DepthCosts(spec.static.depths, below=size, rated=rated)
+            self.costs = DepthCosts(spec.static.depths, below=k, rated=rated)
         self._load_may_change_text = load_may_change_text
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch
@@ -449,7 +449,7 @@ class Engine:
     def _compile(
         self,
         chunks: Iterable[tuple[int, int, int]],  # of prompts: rows, size and positions
-        reaches: Sequence[int],  # positions of rounds
+        attended: Sequence[int],  # positions of rounds
         drawn: Iterable[bool],  # kinds of rounds
         on_progress: Callable[[int, int], None],
     ) -> None:
@@ -460,7 +460,7 @@ class Engine:
         programs = self._programs
         new_chunks = sorted(set(chunks) - self._compiled)
         kinds = sorted({one and not self.spec.static.deferred_window for one in drawn})
-        every = [(one, *at) for at in itertools.product(reaches, self._row_steps) for one in kinds]
+        every = [(one, *at) for at in itertools.product(attended, self._row_steps) for one in kinds]
         rounds = [one for one in every if one not in self._compiled]
         if not (new_chunks or rounds):
             return
@@ -474,27 +474,26 @@ class Engine:
             rows = programs.copy_row(rows, state, 0, 0)
             state, _ = programs.insert(state, rows, [0] * number)
             shapes = jax.tree.map(shape_of, rows)
-            for _, size, attended in some:
-                start = min(attended, self._prefill.plan.positions(number) - size)
-                where = size, start, attended
+            for _, size, end in some:
+                where = size, min(end, self._prefill.plan.positions(number) - size), end
                 jobs.append(functools.partial(tracing.prefill_chunk, shapes, *where))
         state = programs.release(state, 0)
         if len(self._row_steps) > 1:
             state = programs.move(state, 0, 0)
-        for drawn_too, attended, number in rounds:
-            given = state.attending(attended), inputs[drawn_too], number
+        for drawn_too, end, number in rounds:
+            given = state.attending(end), inputs[drawn_too], number
             jobs.append(functools.partial(tracing.run, *given))
         # Processes of one mesh must all compile in the same order.
         at_a_time = 1 if programs.spans_processes else min(os.cpu_count() or 1, _MOST_COMPILED)
         for done in compiled(jobs, at_a_time):
             on_progress(done, len(jobs))
         if self.costs is not None and rounds:
-            places = sorted({(attended, number) for _, attended, number in rounds})
+            places = sorted({(end, number) for _, end, number in rounds})
             state = self._time_depths(state, inputs[kinds[0]], places)
         if self.costs is not None and new_chunks and cast(Drafter, self.drafter).rests:
-            number, size, attended = max(new_chunks, key=lambda chunk: chunk[1])
+            number, size, end = max(new_chunks, key=lambda chunk: chunk[1])
             rows = self._prefill.rows([], number)
-            self.costs.measure_reading(programs, rows, size, attended)
+            self.costs.measure_reading(programs, rows, size, end)
         self._state = jax.block_until_ready(state.without_stats())
         self._compiled |= {*new_chunks, *rounds}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, RunFlags, flag_group
+from fly_jax.launch.flags import Flags, ModelFlags, RunFlags, flag_group
 from fly_jax.launch.inputs import distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
@@ -78,7 +78,7 @@ def _run(values: _BenchFlags) -> None:
         if values.picture is not None and process_id() == 0:
             check_picture(Path(values.picture))
     config = values.to_config(values)
-    configs = decodings(values.decode, config, has_draft=values.has_draft)
+    configs = decodings(values.decode, config, values)
     longest = functools.partial(max, key=lambda one: one.drafting.max_speculative_tokens)
     inputs = open_inputs(values, longest(configs.values()))
     asked = configs if values.decode else {_name(config): config}
@@ -100,9 +100,12 @@ def _run(values: _BenchFlags) -> None:
     from fly_jax.evaluation.machine import describe
 
     say(f"{len(kept)} prompts, {values.batch_size} at a time; turns: {values.turns}")
-    sizes = {name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "turns")}
+    sizes: dict[str, Any] = {
+        "max_new_tokens": values.max_new_tokens, "batch_size": values.batch_size,
+        "turns": values.turns,
+    }  # fmt: skip
     ids, own = zip(*((inputs.ids[index], categories[index]) for index in kept), strict=True)
-    more = {name: getattr(values, name) for name in ("seed", "draft_share")}
+    more: Any = {"seed": values.seed, "draft_share": values.draft_share}
     found = compare(pair, ids, configs, categories=own, **more, **sizes)
     if config.sampling.temperature > 0 and not values.decode:  # as `evaluate` writes it down
         config = config.replace(temperature=config.sampling.temperature)
@@ -128,14 +131,14 @@ def unusual(config: DecodingConfig) -> dict[str, Any]:
 
 
 def decodings(
-    given: Sequence[str], config: DecodingConfig, *, has_draft: bool
+    given: Sequence[str], config: DecodingConfig, models: ModelFlags
 ) -> dict[str, DecodingConfig]:
     """The configs of a bench by their names, all checked; others are compared with the first.
 
     Args:
       given: such as "fly:8,15 window_size=4"; none for plain and exact decoding, and the config's.
       config: has all that is not given.
-      has_draft: whether one was given; a rule that drafts without it needs a lookup of its own.
+      models: tell whether a draft was given; a rule without one needs a lookup of its own.
     """
     found: dict[str, DecodingConfig] = {}
     for text in given:
@@ -147,7 +150,7 @@ def decodings(
         for depth in several.split(",") if several else [None]:
             one = own.replace(**_depth(text, depth))
             found[", ".join([_name(one), *map("=".join, options.items())])] = one
-    if not given and (has_draft or config.to_lookup() is not None):
+    if not given and models.proposes(config):
         plain, lossless, *loosened = config.side_by_side()
         exact = [lossless.replace(num_speculative_tokens=k) for k in _EXACT_DEPTHS]
         found = {_name(one): one for one in (plain, lossless, *exact, *loosened)}
@@ -155,13 +158,12 @@ def decodings(
         plain = config.without_draft()
         found = {_name(plain): plain}
     for one in found.values():
-        looks_up = one.to_lookup() is not None
         if one.to_rule().uses_memory and one.limits.memory is not None:
             raise FlyJaxError(
                 f"memory is {one.limits.memory}, and bench and evaluate begin with an empty one; "
                 "leave it out, or measure the rule with --compare, which reads it."
             )
-        if one.num_speculative_tokens and not (has_draft or looks_up):
+        if one.num_speculative_tokens and not models.proposes(one):
             raise FlyJaxError(
                 f"The rule {one.rule} was asked for, and nothing proposes; give --draft, which may "
                 "be ngram, or --decode autoregressive."

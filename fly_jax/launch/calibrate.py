@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
@@ -135,7 +136,8 @@ def _config(values: _CalibrateFlags) -> DecodingConfig:
 
 def _bound(values: _CalibrateFlags) -> strictness.Bound:
     risk: strictness.Risk = "regret" if values.max_disagreement is None else "disagreement"
-    return strictness.Bound(risk, getattr(values, f"max_{risk}"))
+    most = values.max_regret if risk == "regret" else values.max_disagreement
+    return strictness.Bound(risk, cast(float, most))
 
 
 def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> None:

@@ -106,7 +106,7 @@ class Conversation:
 
     @functools.cached_property
     def _memory(self) -> CorrectionMemory:
-        """What the rules that look something up know, also of the conversation so far."""
+        """The memory of rules that look something up, which learns from the conversation."""
         digest, limits = self._pair.tokenizer.digest, self._given.limits
         if limits.memory is None:
             return CorrectionMemory(digest, min_count=limits.csd_min_count)

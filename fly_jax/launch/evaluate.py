@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     rules = ("autoregressive", lossless, config.rule) if proposes else ("autoregressive",)
     decode = values.decode or rules
     others = [one for one in decode if one != DRAFT]
-    configs = decodings(others, config, has_draft=values.has_draft) if others else {}
+    configs = decodings(others, config, values) if others else {}
     if DRAFT in decode:
         alone = config.replace(rule="autoregressive").without_draft()  # at that rule's temperature
         configs[DRAFT] = alone.replace(truncate=None)  # which is the target's
@@ -173,5 +173,6 @@ def _setting(
         "target": identity(models.target.path),
         "draft": named or [identity(one.path) for one in models.drafts], "dtype": dtype,
         "decoding": unusual(config), "draft_parallel": values.draft_parallel,
-        **{name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "seed")},
+        "max_new_tokens": values.max_new_tokens, "batch_size": values.batch_size,
+        "seed": values.seed,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -110,7 +110,7 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
     from fly_jax.decoding.pair import open_pair
 
     with joint_errors():
-        more = {name: getattr(values, name) for name in ("revision", "draft_parallel")}
+        more: Any = {"revision": values.revision, "draft_parallel": values.draft_parallel}
         models = open_pair(values.target, values.draft, **more)
         _check_sizes(config, models.max_context)
     return models, mesh

@@ -129,14 +129,15 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
     target, is_int8 = _config(values.target)
     if is_int8 and values.dtype != "int8":
         print("The target is stored in int8; --dtype int8 plans it so.", file=sys.stderr)
-    same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
         target=target, draft=target if own else _config(draft)[0],
         below=tuple(_config(one)[0] for one in below), chip=chip_named(values.chip),
         mesh=parse_mesh(values.mesh), int8=values.dtype == "int8", self_draft=own,
         rows=values.batch_size,
         rounds=RoundSpec.of(config, num_drafts=1 + len(below), audits=audits),
-        compiles=values.compile, **served, **{name: getattr(values, name) for name in same},
+        level_accepted_tokens=values.level_accepted_tokens,
+        mean_accepted_tokens=values.mean_accepted_tokens, context=values.context,
+        prompt_length=values.prompt_length, compiles=values.compile, **served,
     )  # fmt: skip
 
 

@@ -236,12 +236,13 @@ def _limits(values: ServeFlags, address: str) -> ServerLimits:
     if not allowed_hosts and not api_keys and _is_loopback(address):
         given = (f"[{one}]" if ":" in one else one for one in (values.host, address))
         allowed_hosts = tuple(dict.fromkeys((*_LOOPBACK_NAMES, *given)))
-    same = ("max_queue", "max_body", "max_connections", "request_timeout", "client_timeout")
     return ServerLimits(
-        **{name: getattr(values, name) for name in same},
+        max_queue=values.max_queue, max_body=values.max_body,
+        max_connections=values.max_connections, request_timeout=values.request_timeout,
+        client_timeout=values.client_timeout,
         allowed_hosts=() if "*" in allowed_hosts else tuple(map(str.lower, allowed_hosts)),
         api_keys=api_keys,
-    )
+    )  # fmt: skip
 
 
 def _api_keys(values: ServeFlags) -> tuple[str, ...]:

@@ -109,7 +109,9 @@ def _make_head(values: _TrainFlags) -> None:
         "teacher": identity(opened.target.path),
         "dtype": dtype,
         "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
-        **{name: getattr(values, name) for name in ("temperature", "max_new_tokens", "seed")},
+        "temperature": values.temperature,
+        "max_new_tokens": values.max_new_tokens,
+        "seed": values.seed,
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
     slots = min(values.batch_size, len(ids))
@@ -139,8 +141,10 @@ def _make_head(values: _TrainFlags) -> None:
         num_layers=values.num_layers, intermediate_size=values.intermediate_size,
     )  # fmt: skip
     del pair
-    run = {name: getattr(values, name) for name in ("tokens_per_step", "num_steps", "seed")}
-    recipe = heads.recipe_of(values.head, own, **run)
+    recipe = heads.recipe_of(
+        values.head, own,
+        tokens_per_step=values.tokens_per_step, num_steps=values.num_steps, seed=values.seed,
+    )  # fmt: skip
     sizes = f"{own.num_layers}_{own.ffw_size}_{len(known)}_{values.tokens_per_step}"
     checkpoints = directory / f"checkpoints_{values.head}_{sizes}"
     if steps_done(checkpoints) == recipe.last_step:

@@ -74,7 +74,7 @@ class Eagle3Head(Head):
         return hidden, fed, new
 
     def entries(self, tokens: Tokens, fed: Hidden, cache: KVCache) -> NewEntries:
-        """What `run` adds to the cache, alone: keys and values need nothing else of the layer."""
+        """Makes what `run` adds to the cache, alone: that needs nothing else of the layer."""
         tokens = self._constrain(tokens, ("rows", None))
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         new = self.run_with(tokens, fed, positions, self._attending(cache))[2]

@@ -57,7 +57,7 @@ def unsigned(matrix: Numbers) -> Numbers:
 
 
 def signed(matrix: Numbers) -> Numbers:
-    """What was made `unsigned` as it was; any other matrix as it is."""
+    """Undoes `unsigned`; returns any other matrix as it is."""
     return (matrix ^ np.uint8(_SIGN)).view(jnp.int8) if matrix.dtype == jnp.uint8 else matrix
 
 

@@ -273,7 +273,7 @@ def _compiled(
         for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
     }
     # A loop that data ends makes a pass for every draft token at the most.
-    most, (works, counted) = spec.num_speculative_tokens, _counted(spec, layouts, name)
+    k, (works, counted) = spec.num_speculative_tokens, _counted(spec, layouts, name)
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()
@@ -289,14 +289,14 @@ def _compiled(
     assert memory is not None
     assert hlo is not None
     arguments = int(memory.argument_size_in_bytes)
-    found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
+    found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=k)
     by_data = spec.drafts_by_data and name in ("round", "draft")
     sent = tuple(counted if by_data else _times(found, times))
     return Step(
         name=name, peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,
         argument_bytes=arguments + beside, temporary_bytes=int(memory.temp_size_in_bytes),
         exchanges=sent, work=_whole(works), seconds=_seconds(spec, works, sent),
-        copies=tuple(copies(hlo, large, unknown_trips=most)), hlo=hlo, compile_seconds=took,
+        copies=tuple(copies(hlo, large, unknown_trips=k)), hlo=hlo, compile_seconds=took,
     )  # fmt: skip
 
 

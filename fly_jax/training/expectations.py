@@ -184,7 +184,7 @@ def kept_of(
 
 
 def as_records(kept: dict[str, Array]) -> Shaped[np.ndarray, "rows width"]:
-    """What is kept of each token, as records of which a file holds one behind the other."""
+    """Joins what is kept of each token into records, which a file holds one behind the other."""
     said = jax.device_get(kept)
     fields = [(name, one.dtype, one.shape[2:]) for name, one in said.items()]
     found = np.empty(said["likely"].shape[:2], fields)

@@ -92,7 +92,7 @@ def column(number: Any) -> Any:
 def taken(
     values: Shaped[Array, "rows number ..."], at: Int[Array, "rows ..."]
 ) -> Shaped[Array, "rows ..."]:
-    """What each row has at some of its own places; one beyond its ends reads the nearest.
+    """Picks what each row has at some of its own places; one beyond its ends reads the nearest.
 
     `jnp.take_along_axis` would be four times as many operations of a program: it counts negative
     places from the end, and has a value for those that are not there.

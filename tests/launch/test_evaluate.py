@@ -15,6 +15,7 @@ from fly_jax.decoding.config import check_patterns
 from fly_jax.decoding.pair import OpenPair
 from fly_jax.evaluation.tasks import TASKS, load_checkers, read_items
 from fly_jax.launch.bench import decodings
+from fly_jax.launch.flags import ModelFlags
 
 SIZES = ["--max_new_tokens=8", "--window_size=2", "--batch_size=2"]
 TWO = ["--tasks=gsm8k,humaneval", "--allow_code_execution"]
@@ -200,7 +201,7 @@ def test_decodings_side_by_side(
 def test_a_decoding_has_parameters_of_its_own() -> None:
     config = DecodingConfig(rule="fly", protect=(r"\d",), window_size=3)
     given = ["fly|margin:8,auto margin_gap=0.5 protect=", "fly boundary=defer risk_budget=2"]
-    one, other, last = (found := decodings(given, config, has_draft=True)).values()
+    one, other, last = (found := decodings(given, config, ModelFlags())).values()
     assert next(iter(found)) == "fly|margin, K = 8, margin_gap=0.5, protect="
     assert [one.num_speculative_tokens, other.num_speculative_tokens] == [8, "auto"]
     assert one.to_rule() == Fly(window_size=3) | Margin(gap=0.5)

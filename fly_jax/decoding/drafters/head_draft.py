@@ -132,7 +132,7 @@ class HeadDraft(HeadDrafter):
         start = jnp.maximum(length - 1 - width, 0)
 
         def given(start: RowInts, width: int) -> tuple[Tokens, Array]:
-            """What is fed to slots from `start` on."""
+            """The tokens and features of slots from `start` on."""
             # A text of one token has no feature: its slot is always filled with the same.
             is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
             features = jnp.where(is_known[..., None], _read(state.features, start, width), 0)

@@ -211,8 +211,8 @@ class DraftModel(ModelDrafter):
         """Adds room for the level below: it writes and proposes beyond this model's draft."""
         below = self.below
         # A row that has its K tokens may be fed a proposal while it waits for the others.
-        size = 0 if below is None else below.num_speculative_tokens
-        return num_speculative_tokens + (1 if below is None else max(1 + size, below.room(size)))
+        k = 0 if below is None else below.num_speculative_tokens
+        return num_speculative_tokens + (1 if below is None else max(1 + k, below.room(k)))
 
     def propose(
         self, state: ModelState, text: Text, length: RowInts, num_speculative_tokens: int,
@@ -286,7 +286,7 @@ class _Run:
         needed = jnp.where(self.is_asked, start, 0)
         known = progress.cache.length
         progress, held, fed = caught_up(
-            lambda one, at: self._fed(one, at, most)[0], progress, known, needed, most, latest
+            lambda one, at: self._extend(one, at, most)[0], progress, known, needed, most, latest
         )
         # A finished row is fed beside the others, and may attend to a part of its text.
         held = jnp.where(self.is_asked, held, known)
@@ -303,9 +303,9 @@ class _Run:
             return self._extended(progress, self._pass(tokens, cache, 1), None)
         # The pass itself gives one token, so the last one needs no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
-        size = below.num_speculative_tokens
-        terms = dataclasses.replace(self.terms, wanted=jnp.minimum(useful, size))
-        proposal, state = below.propose(progress.below, progress.text, end, size, terms)
+        k = below.num_speculative_tokens
+        terms = dataclasses.replace(self.terms, wanted=jnp.minimum(useful, k))
+        proposal, state = below.propose(progress.below, progress.text, end, k, terms)
         tokens = jnp.concatenate((tokens, proposal.tokens), axis=1)
         width = tokens.shape[1]
         # Where no row has a proposal the pass is one token wide.
@@ -321,12 +321,12 @@ class _Run:
 
     def _catch_up(self, progress: _Progress, width: int) -> _Progress:
         start = jnp.maximum(self.length - width, 0)
-        progress, hidden = self._fed(progress, start, width)
+        progress, hidden = self._extend(progress, start, width)
         last = taken(hidden, (self.length - 1 - start)[:, None])
         passed = self._chosen(self.model.logits(last), self.length, 1)
         return self._appended(progress, *passed, None)
 
-    def _fed(self, progress: _Progress, start: RowInts, width: int) -> tuple[_Progress, Hidden]:
+    def _extend(self, progress: _Progress, start: RowInts, width: int) -> tuple[_Progress, Hidden]:
         """The progress after a pass over `width` tokens of the text, and their hidden states."""
         cache, tokens = progress.cache.with_length(start), slice_rows(progress.text, start, width)
         hidden, new, read = self.model.hidden_and_inputs(tokens, cache, self._layers)

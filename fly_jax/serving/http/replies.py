@@ -73,11 +73,10 @@ class SpeculativeDecoding(BaseModel):
     regret: float | None
 
     @classmethod
-    def of(cls, generations: Sequence[Generation], num_spec_tokens: int) -> SpeculativeDecoding:
-        """Counts generations with reports; the fields have vLLM's names."""
+    def of(cls, generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
+        """Counts generations with reports, of at most K draft tokens; fields have vLLM's names."""
         # A deferred window may settle more than K tokens at once.
-        most = num_spec_tokens
-        kept = collections.Counter(min(number, most) for one in generations for number in one.kept)
+        kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
         accepted = sum(one.num_accepted_tokens for one in generations)
         drafted = sum(one.num_draft_tokens for one in generations)
         num_rounds = sum(one.num_rounds for one in generations)
@@ -88,9 +87,9 @@ class SpeculativeDecoding(BaseModel):
         return cls(
             mean_acceptance_length=1 + accepted / max(kept.total(), 1),
             draft_acceptance_rate=accepted / max(drafted, 1),
-            acceptance_histogram=[kept[number] for number in range(most + 1)] if most else [],
+            acceptance_histogram=[kept[number] for number in range(k + 1)] if k else [],
             num_spec_steps=kept.total(), num_accepted_draft_tokens=accepted,
-            num_draft_tokens=drafted, num_spec_tokens=num_spec_tokens,
+            num_draft_tokens=drafted, num_spec_tokens=k,
             mean_accepted_tokens=settled / max(num_rounds, 1),
             num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
             num_revoked_windows=sum(one.num_rollbacks for one in generations),

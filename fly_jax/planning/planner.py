@@ -79,8 +79,8 @@ class Plan:
         times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
         mean = self.mean_accepted
         acceptance = roofline.acceptance_from(mean, k)
-        most = head.most_tokens if isinstance(head, Block) else roofline.MOST_DRAFTED
-        best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k, most)
+        limit = {"max_speculative_tokens": head.most_tokens} if isinstance(head, Block) else {}
+        best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k, **limit)
         return {
             "mean_accepted_tokens": mean, "tokens_per_second": rows * mean / times.round(k),
             "autoregressive_tokens_per_second": rows / times.autoregressive,

@@ -171,7 +171,7 @@ def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[list[int], in
 # Assumed by default: FLy on Llama-3.1-405B with an 8B draft, K = 25, mean of its authors'
 # out-of-domain sets (arXiv 2511.22972).
 PUBLISHED_MEAN_ACCEPTED, PUBLISHED_K = 17.13, 25
-MOST_DRAFTED = 64
+MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,12 +226,13 @@ def acceptance_from(mean: float, num_speculative_tokens: int) -> float:
 
 
 def best_num_speculative_tokens(
-    times: StepTimes, acceptance: float, reference: int, most: int = MOST_DRAFTED
-) -> tuple[int, float]:
+    times: StepTimes, acceptance: float, reference: int,
+    max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS,
+) -> tuple[int, float]:  # fmt: skip
     """The K with most tokens per second, and its speed-up; `times.verify` is of `reference`."""
     speeds = {
         k: mean_accepted(acceptance, k) * times.autoregressive / times.round(k, reference)
-        for k in range(1, most + 1)
+        for k in range(1, max_speculative_tokens + 1)
     }
     best = max(speeds, key=speeds.__getitem__)
     return best, speeds[best]

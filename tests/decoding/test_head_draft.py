@@ -19,13 +19,13 @@ from refusals import assert_refused
 
 from fly_jax import DecodingConfig, Draft, Drafter, Engine, Fly, Generation, Lookup, Request, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
+from fly_jax.decoding.drafters.head_draft import HeadDrafter
 from fly_jax.decoding.drafters.lookup import _RATES
 from fly_jax.decoding.drafters.model import ParallelDraft
 from fly_jax.decoding.pair import OpenPair, checked_drafter
 from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.models import llama
-from fly_jax.models.cache import empty_cache
+from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block, Eagle3
@@ -320,6 +320,7 @@ def test_draws_are_of_the_logits_that_acceptance_divides_by(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "name"), [
     *(("eagle3", name) for name in ("fly", "sampled", "deferred")),
     *((kind, "fly") for kind in ("dspark", "levels", "all useless", *list(PARD)[1:])),
+    *((kind, "deferred") for kind in ("dspark", "pard, alike")),
 ])  # fmt: skip
 def test_below_a_draft_model_no_token_changes(kind: str, name: str) -> None:
     given = ([*PROMPTS, *([first, 3, 5] for first in range(8))], LIMIT)
@@ -363,37 +364,43 @@ def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
             text[row, at] = random.integers(0, pairs.CONFIG.vocab_size)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ReadingAnew(HeadDraft):
-    """A head that remembers nothing, and reads the whole text before each draft."""
+def reading_anew(drafter: HeadDrafter) -> HeadDrafter:
+    """The same, but it remembers nothing, and reads the whole text before each draft."""
+    own = type(drafter)
 
-    def propose(self, state: Any, text: Array, *given: Any) -> tuple[Draft, Any]:
-        """The same after a prefill."""
-        filled = read(self, text, features(pairs.random_target(PAIR), self, text))
-        anew = (
-            dataclasses.replace(getattr(filled, part), attended=getattr(state, part).attended)
-            for part in ("cache", "features")
-        )
-        return super().propose(HeadState(*anew), text, *given)
+    class ReadingAnew(own):  # type: ignore[misc, valid-type]
+        def propose(self, state: Any, text: Array, *given: Any) -> tuple[Draft, Any]:
+            filled = read(self, text, features(pairs.random_target(PAIR), self, text))
+            anew = jax.tree.map(  # how much of it attention reads stays as it was
+                lambda one, old: dataclasses.replace(one, attended=old.attended),
+                filled,
+                state,
+                is_leaf=lambda one: isinstance(one, KVCache),
+            )
+            return own.propose(self, anew, text, *given)
+
+    made = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(ReadingAnew))
+    return made(**{one.name: getattr(drafter, one.name) for one in dataclasses.fields(drafter)})
 
 
-def test_a_rollback_restores_what_it_knows() -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_rollback_restores_what_it_knows(kind: str) -> None:
     target, spec = pairs.random_target(PAIR), pairs.SPECS["deferred"]
     spec = dataclasses.replace(spec, rule=Fly(0.0, 2))  # windows open wherever a draft is refused
     prompts = [[one, 7 * one % 48] for one in range(24, 48)]
-    drafter = checked_drafter(target, head_of(), spec.static)
-    assert isinstance(drafter, HeadDraft)
-    fields = {one.name: getattr(drafter, one.name) for one in dataclasses.fields(drafter)}
+    drafter = checked_drafter(target, head_of(kind), spec.static)
+    assert isinstance(drafter, HeadDrafter)
     found, expected = (
         pairs.batch_engine(target, one, spec).generate(prompts, LIMIT)
-        for one in (drafter, ReadingAnew(**fields))
+        for one in (drafter, reading_anew(drafter))
     )
     assert without_cost(found) == without_cost(expected)
     assert sum(one.num_rollbacks for one in found) > 0
 
 
-@pytest.mark.parametrize(("kind", "name"), [("eagle3", "exact, lookup"), ("dspark", "fly below")])
+@pytest.mark.parametrize(("kind", "name"), [
+    ("eagle3", "exact, lookup"), ("dspark", "fly below"), ("pard", "exact"), ("dflash", "exact"),
+])  # fmt: skip
 def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     """Requests that come and go, some of them on with the beginning that a slot holds."""
     beginning = [3, 1, 4, 1, 5, 9, 2, 6] * 3
@@ -411,6 +418,7 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
     ("dflash", "4x2", "tensor", "replicated", "exact, lookup"),
     ("dspark", "2x2x2", "tensor_long", "narrow_long", "fly below"),
+    ("pard", "2x2x2", "tensor_whole", "tensor", "exact"),
 ])  # fmt: skip
 def test_on_eight_devices_tokens_are_those_of_one(
     kind: str, mesh: str, target_rules: str, rules: str, name: str
@@ -421,6 +429,8 @@ def test_on_eight_devices_tokens_are_those_of_one(
     drafts = [pairs.placed(draft, layout_on(mesh, rules)) for draft in drafts]
     found = pairs.batch_engine(placed, drafts, spec).generate(*GIVEN)
     assert tokens_of(found) == tokens_of(one)
+    if "exact" in name:
+        assert tokens_of(one) == pairs.autoregressive(target, PROMPTS)
     assert [row.num_rounds for row in found] == [row.num_rounds for row in one]
 
 

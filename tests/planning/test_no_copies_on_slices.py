@@ -63,6 +63,7 @@ def test_no_copies_and_two_sums_a_layer(name: str, target: str, draft: str, wher
     assert not repeated(found)
     # Passes in the program: the target's, and of a model above a head with what it then takes in.
     passes = {target: 1} | ({draft.split()[0]: 3} if name == "head below" else {})
+    passes |= {draft: 1} if draft.startswith("pard") else {}
     for model, number in passes.items() if name in WHOSE_PASSES_ARE_KNOWN else ():
         layers = preset(model).num_layers
         of_layers = [one.kind for one in sent if one.count == layers]

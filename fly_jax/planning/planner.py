@@ -240,8 +240,16 @@ def _copies(plan: Plan) -> list[str]:
 def _speed(plan: Plan) -> list[str]:
     if (speed := plan.speed()) is None:
         return ["No speed is given for what does not fit."]
-    source = "" if plan.spec.mean_accepted_tokens else " (from FLy's figures on a 405B)"
+    source = (
+        ""
+        if plan.spec.mean_accepted_tokens
+        else (
+            " (from FLy's figures on a 405B with an 8B draft; give --mean_accepted_tokens for yours)"
+        )
+    )
+    passes = ", ".join(f"{sum(some.values()):.1f}" for some in plan.spec.draft_passes)
     return [
+        f"Passes of a round: 1 of the target, {passes} of what drafts, the nearest to it first",
         f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens{source}: "
         f"{speed['tokens_per_second']:.0f} tokens/s, {speed['speed_up']:.2f} times the "
         f"{speed['autoregressive_tokens_per_second']:.0f} tokens/s of one token at a time",

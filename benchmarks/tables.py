@@ -119,7 +119,8 @@ def _pair_table(pair: dict[str, Any]) -> list[str]:
         found = row["quality"]["problems (quality)"]
         kept = "" if found["retention"] is None else _kept(found)
         lines.append(
-            f"| {row['decoding'].removesuffix(', protect=')} | {row['tokens_per_second']:.0f} ± {row['deviation']:.0f} "
+            f"| {row['decoding'].removesuffix(', protect=')} "
+            f"| {row['tokens_per_second']:.0f} ± {row['deviation']:.0f} "
             f"| {row['speed_up']:.2f}x | {row['mean_accepted_tokens']:.2f} "
             f"| {row['rescued_per_100_tokens']:.1f} | {found['score']:.1%} | {kept} |"
         )

@@ -240,13 +240,8 @@ def _copies(plan: Plan) -> list[str]:
 def _speed(plan: Plan) -> list[str]:
     if (speed := plan.speed()) is None:
         return ["No speed is given for what does not fit."]
-    source = (
-        ""
-        if plan.spec.mean_accepted_tokens
-        else (
-            " (from FLy's figures on a 405B with an 8B draft; give --mean_accepted_tokens for yours)"
-        )
-    )
+    source = " (FLy's of a 405B with an 8B draft; give --mean_accepted_tokens for yours)"
+    source = "" if plan.spec.mean_accepted_tokens else source
     passes = ", ".join(f"{sum(some.values()):.1f}" for some in plan.spec.draft_passes)
     return [
         f"Passes of a round: 1 of the target, {passes} of what drafts, the nearest to it first",

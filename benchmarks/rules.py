@@ -13,20 +13,22 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import machine
+import numpy as np
 from absl import flags
-from paired import paired_interval, side_by_side
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.answers import compare_paired
 from fly_jax.evaluation.calibration import fill_memory
-from fly_jax.evaluation.compare import Comparison
+from fly_jax.evaluation.compare import Comparison, compare
+from fly_jax.evaluation.problems import Problem, is_correct
 from fly_jax.verification.correction_memory import CorrectionMemory
 
 FLAGS = flags.FLAGS
@@ -62,6 +64,42 @@ _TUNING_K = {"problems": (5, 7, 9, 10, 12, 15), "library": (1, 2, 3, 4, 5, 6, 8)
 _NUM_TUNING = {"problems": 60, "library": 20}
 
 Run = Callable[[str, dict[str, DecodingConfig]], Comparison]
+
+
+def side_by_side(
+    pair: Pair, texts: Sequence[Any], configs: Mapping[str, DecodingConfig], **given: Any
+) -> Comparison:
+    """Word problems, or prompts as text or token ids, in turns; prints the table.
+
+    Args:
+      pair: that decodes.
+      texts: problems or prompts.
+      configs: by name, the baseline first.
+      **given: see `compare`.
+    """
+    worded = [one for one in texts if isinstance(one, Problem)]
+    compared = compare(
+        pair,
+        [one.prompt for one in worded] or texts,
+        configs,
+        max_new_tokens=MAX_NEW_TOKENS,
+        check=(lambda index, text: is_correct(worded[index], text)) if worded else None,
+        **given,
+    )
+    print(compared.table(), flush=True)
+    return compared
+
+
+def paired_interval(
+    worded: Sequence[Problem], base: Sequence[str], other: Sequence[str]
+) -> dict[str, Any]:
+    """Retention with a 95% interval, and what became of the problems; see `compare_paired`."""
+    ours, theirs = (
+        np.array([is_correct(*one) for one in zip(worded, texts, strict=True)])
+        for texts in (base, other)
+    )
+    same = float(np.mean([a == b for a, b in zip(base, other, strict=True)]))
+    return compare_paired(ours, theirs, margin=1.0) | {"same_text": same}
 
 
 def _configs(k: int) -> dict[str, DecodingConfig]:

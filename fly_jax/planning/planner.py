@@ -240,7 +240,7 @@ def _copies(plan: Plan) -> list[str]:
 def _speed(plan: Plan) -> list[str]:
     if (speed := plan.speed()) is None:
         return ["No speed is given for what does not fit."]
-    source = " (FLy's of a 405B with an 8B draft; give --mean_accepted_tokens for yours)"
+    source = " (as FLy's 17.13 with K = 25, a 405B and an 8B; --mean_accepted_tokens says yours)"
     source = "" if plan.spec.mean_accepted_tokens else source
     passes = ", ".join(f"{sum(some.values()):.1f}" for some in plan.spec.draft_passes)
     return [

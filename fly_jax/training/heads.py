@@ -166,7 +166,9 @@ def loss(
     behind, depth, scores, _ = KINDS[kind]
     rows, segment = parameters["token_rows"], jnp.asarray(heard.row.segments)[:, :-1]
     first = _ahead(heard.row.weights, behind)
-    slots = jax.lax.top_k(first, -(-first.shape[1] // 2))[1]
+    # Slots that weigh the same are taken from all over the row: alone `top_k` takes the first.
+    spread = 0.1 * (jnp.arange(first.shape[1]) * 0.618034 % 1)
+    slots = jax.lax.top_k(first + spread, -(-first.shape[1] // 2))[1]
     total = jnp.float32(0)
     for step, logits in enumerate(scores(config, parameters, heard, slots, depth)):
         said = heard.likely, heard.shares, heard.row.weights, segment

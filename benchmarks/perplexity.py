@@ -2,9 +2,8 @@
 
     python benchmarks/perplexity.py --target FILE ...
 
-Reads the sources of Python's json package in pieces of 512 tokens, in float32 and in int8, where
-one CPU device rounds activations before each product as well. Caches are float32 in both. Writes
-results/perplexity.json.
+Reads Python's json package in pieces of 512 tokens, in float32 and in int8, where one CPU device
+also rounds activations. Caches are float32 in both. Writes results/perplexity.json.
 """
 
 from __future__ import annotations

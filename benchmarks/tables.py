@@ -92,18 +92,17 @@ def _real_table() -> list[str]:
     ]
     for where, drafts, rule, code, prose, quality in _RESULT:
         found = [_fastest(_read(file), rule) if file else ("", None) for file in (code, prose)]
-        name, answers = max(name for name, _ in found), "the target's own"
-        answers += "" if where == "CPU" else " but for rounding"
+        name = max(name for name, _ in found)
         tasks = [one for file in quality.split() for one in _read(file)["tasks"].items()]
         kept = list[str]()
         for task, of in tasks:
             how = name if name in of else _fastest(of, rule)[0]
             other = "" if how == name else f" with {how.split(', ')[1]}"
             kept.append(f"{_kept(of[how])} of {_TASKS[task]}{other}")
-        answers = ", ".join(kept) or answers
+        exactly = "the target's own" + (" but for rounding" if where == "H100" else "")
         shown = _shown(name.rsplit(", prompt_lookup_max", 1)[0])
         gains = " | ".join(f"{one['speed_up']:.2f}x" if one else "" for _, one in found)
-        lines.append(f"| {where} | {drafts} | {shown} | {gains} | {answers} |")
+        lines.append(f"| {where} | {drafts} | {shown} | {gains} | {', '.join(kept) or exactly} |")
     return lines
 
 

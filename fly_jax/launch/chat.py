@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, flag_group
-from fly_jax.launch.inputs import load_opened, open_models, proposing, say, waiting
+from fly_jax.launch.inputs import load_opened, open_models, say, waiting
 from fly_jax.launch.view import TextView
 from fly_jax.parameters import parameter
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     # A conversation does not fill a memory of corrections.
     values = Flags("chat", _ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
-    config = proposing(values, values.to_config(values))
+    config = values.proposing(values.to_config(values))
     models, mesh = open_models(values, config)
     if models.target.tokenizer.chat_template is None:
         raise FlyJaxError(
@@ -143,7 +143,7 @@ class Conversation:
             raise FlyJaxError(f"There is no command /{name}; the commands are {known}.")
 
     def _decode_with(self, config: DecodingConfig) -> None:
-        config = proposing(self._values, config)
+        config = self._values.proposing(config)
         config.to_rule()
         self._models.check_drafting(config)
         if config != self._config and self._config in self._engines:

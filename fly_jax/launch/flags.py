@@ -256,6 +256,17 @@ class ModelFlags:
         """Tells whether a draft, or the config's lookup, proposes to the target."""
         return self.has_draft or config.to_lookup() is not None
 
+    def proposing(self, config: DecodingConfig) -> DecodingConfig:
+        """The config, or its form without a draft where nothing proposes.
+
+        FlyJaxError where the rule is loosened, and so was asked for.
+        """
+        if self.proposes(config) or not config.num_speculative_tokens:
+            return config
+        if config.is_loosened:
+            raise self.without_proposals(f"the rule {config.rule}")
+        return config.without_draft()
+
     def without_proposals(self, wanted: str) -> FlyJaxError:
         """The error for what needs a draft, where nothing proposes."""
         return FlyJaxError(

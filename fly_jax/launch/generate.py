@@ -15,14 +15,7 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import Run, audited, check_writable, write_prompt, write_run
 from fly_jax.launch.flags import AuditFlags, Flags, RunFlags, flag_group
-from fly_jax.launch.inputs import (
-    distributed_session,
-    load_models,
-    open_inputs,
-    proposing,
-    say,
-    waiting,
-)
+from fly_jax.launch.inputs import distributed_session, load_models, open_inputs, say, waiting
 from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
@@ -108,7 +101,7 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
     config = values.to_config(values)
     if compares and not values.proposes(config):
         raise values.without_proposals("--compare")
-    config = proposing(values, config)
+    config = values.proposing(config)
     for one in config.side_by_side() if compares else ():
         one.to_rule(), one.to_lookup()
     _check_memory(values, config)

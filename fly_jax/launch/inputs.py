@@ -80,18 +80,6 @@ def waiting(why: str) -> Iterator[None]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
-    """The config, or its form without a draft where nothing proposes.
-
-    FlyJaxError where the rule is loosened, and so was asked for.
-    """
-    if values.proposes(config) or not config.num_speculative_tokens:
-        return config
-    if config.is_loosened:
-        raise values.without_proposals(f"the rule {config.rule}")
-    return config.without_draft()
-
-
 def open_mesh(mesh: str, compilation_cache: str | None = None) -> Mesh:
     """Makes the mesh, before anything else can start a JAX backend, and keeps what compiles."""
     spec = meshes.parse_mesh(mesh)

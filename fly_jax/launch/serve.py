@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
             "pip install 'fly_jax[serve]'."
         )
     with inputs.distributed_session(values):
-        _serve(values, inputs.proposing(values, values.to_config(values)))
+        _serve(values, values.proposing(values.to_config(values)))
 
 
 def _serve(values: ServeFlags, config: DecodingConfig) -> None:

@@ -70,9 +70,9 @@ def main() -> None:
         for way in WAYS:
             first = {side: _decoded(one, prompts, way) for side, one in checkouts.items()}
             turns: dict[str, list[float]] = {side: [] for side in checkouts}
-            for _ in range(_TURNS.value):
-                for side, checkout in checkouts.items():
-                    turns[side].append(_speed(_decoded(checkout, prompts, way)))
+            for turn in range(_TURNS.value):
+                for side in list(checkouts)[:: -1 if turn % 2 else 1]:
+                    turns[side].append(_speed(_decoded(checkouts[side], prompts, way)))
             medians = {side: statistics.median(speeds) for side, speeds in turns.items()}
             tokens = [[one["token_ids"] for one in records] for records in first.values()]
             found[way] = {

@@ -202,7 +202,7 @@ def _in_three_lines(pair: dict[str, Any]) -> list[str]:
         f"{code['speed_up']:.2f} times by a lookup with a head that was trained here in 73 "
         f"minutes, which is {prose['speed_up']:.2f} times as fast on Spec-Bench.",
         f"3. **That model, loosened**: FLy with a 0.5B draft is {on_gpu:.2f} times as fast on an "
-        "H100. Every loosened decoding of the table loses answers. FLy's authors' 2.81x "
+        "H100. Each loosened decoding of the table kept fewer answers. FLy's authors' 2.81x "
         "on a 70B and 5.07x on a 405B target have not been repeated here.",
         "",
     ]

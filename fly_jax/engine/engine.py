@@ -453,10 +453,7 @@ class Engine:
         drawn: Iterable[bool],  # kinds of rounds
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """Compiles programs that were not yet, several at a time; what slots hold stays as it is.
-
-        XLA uses about one core for each.
-        """
+        """Compiles what was not yet, several programs at a time; what slots hold stays there."""
         programs = self._programs
         new_chunks = sorted(set(chunks) - self._compiled)
         kinds = sorted({one and not self.spec.static.deferred_window for one in drawn})
@@ -483,10 +480,19 @@ class Engine:
         for drawn_too, end, number in rounds:
             given = state.attending(end), inputs[drawn_too], number
             jobs.append(functools.partial(tracing.run, *given))
-        # Processes of one mesh must all compile in the same order.
+        # XLA uses about one core for each; processes of one mesh must compile in the same order.
         at_a_time = 1 if programs.spans_processes else min(os.cpu_count() or 1, _MOST_COMPILED)
         for done in compiled(jobs, at_a_time):
             on_progress(done, len(jobs))
+        if rounds and self.costs is None and not self.slots.texts:
+            # Each runs once: XLA's libraries prepare their products when they are first asked.
+            one = self._prefill.rows([RequestState(Request([0], 1), self._own)], 1)
+            seated = programs.put_numbers(np.arange(self._row_steps[-1]) < 1)
+            for drawn_too, end, number in rounds:
+                whose = dataclasses.replace(inputs[drawn_too], seated=seated)
+                state = programs.insert(state, one, [0])[0].attending(end)
+                state = programs.run(state, whose, number)[0].attending(None)
+            state = programs.release(state, 0)
         if self.costs is not None and rounds:
             places = sorted({(end, number) for _, end, number in rounds})
             state = self._time_depths(state, inputs[kinds[0]], places)

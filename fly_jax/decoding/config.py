@@ -154,6 +154,8 @@ class DecodingConfig:
                 "each request of an engine a rule of its own."
             )
         if isinstance(rule, Loose):
+            if own := _parameters_of_rules() & set(given):
+                raise FlyJaxError(f"{min(own)} was given beside the rule {rule}; put it into that.")
             given_rule, given["rule"] = rule, repr(rule)
         elif isinstance(rule, Rule):
             if not isinstance(rule, Exact):
@@ -242,10 +244,9 @@ class DecodingConfig:
         """A copy with other values, named as in the class; a new K then holds for every rule."""
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
-        own = {one.name for kind in RULES.values() for one in parameters_of(kind)} & set(given)
-        if own and isinstance(rule := given.get("rule", self.given_rule), Loose):
-            raise FlyJaxError(f"{min(own)} was given beside the rule {rule}; put it into that.")
         before = self.to_dict() | {"rule": self.given_rule or self.rule}
+        if isinstance(given.get("rule", self.given_rule), Loose):  # which has numbers of its own
+            before = {name: before[name] for name in before.keys() - _parameters_of_rules()}
         return DecodingConfig(**before | _spelled_out(given))
 
     def without_draft(self) -> DecodingConfig:
@@ -328,6 +329,10 @@ class DecodingConfig:
         }  # fmt: skip
         values = {name: value for name, value in given.to_dict().items() if name in kept}
         return *first, *_fitting(DecodingConfig(**values)), given
+
+
+def _parameters_of_rules() -> set[str]:
+    return {one.name for kind in RULES.values() for one in parameters_of(kind)}
 
 
 def _fitting(config: DecodingConfig) -> tuple[DecodingConfig, ...]:

@@ -88,6 +88,7 @@ Queries = Float[Array, "rows time heads head"]
 Grouped = Float[Array, "rows time kv_heads group head"]  # by the key/value head that they share
 New = Float[Array, "rows kv_heads time head"]
 Ahead = Index | int
+Windows = Index | Int[Array, " time"]
 # A cache; the queries are those of its first rows, and of some of its heads.
 Cached = Float[Array, "layers cached_rows cached_heads capacity head"]
 
@@ -102,7 +103,7 @@ class Part(NamedTuple):
 
 def attend_cached(
     query: Queries, key: New, value: New, cache: KVCache, layer: Index,
-    layout: Layout | None, window: Index | None = None, ahead: Ahead = 0,
+    layout: Layout | None, window: Windows | None = None, ahead: Ahead = 0,
 ) -> Queries:  # fmt: skip
     """Attends to a layer's entries in the cache and to the pass's own tokens before each query.
 
@@ -114,7 +115,7 @@ def attend_cached(
 
     Args:
       query, key: rotated; the pass's tokens follow each row's `cache.length`.
-      window: newest tokens that a query sees, its own among them; None is all.
+      window: newest tokens that a query, or each one, sees, its own among them; None is all.
       ahead: tokens of the pass behind its own that a query sees.
     """
     here = _Heads(query.shape[2] // key.shape[1])
@@ -169,7 +170,7 @@ def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
 
 def attend_alone(
     query: Queries, key: New, value: New, cache: KVCache, layer: Index,
-    window: Index | None = None, ahead: Ahead = 0,
+    window: Windows | None = None, ahead: Ahead = 0,
 ) -> Queries:  # fmt: skip
     """Attends as `attend_cached` on one device, by loops over rows, queries and blocks of keys.
 
@@ -214,7 +215,11 @@ def attend_alone(
 
         def of_queries(few: Array, step: Array) -> Array:
             last = start + jnp.minimum(step + ahead, time - 1)
-            return _attend_block_by_block(few, kv_heads, read, start + step, last, window)
+            oldest = jnp.zeros_like(step)
+            if window is not None:
+                sizes = jnp.broadcast_to(window, (time,))[jnp.minimum(step, time - 1)]
+                oldest = jnp.maximum(start + step + 1 - sizes, 0)
+            return _attend_block_by_block(few, kv_heads, read, oldest, last)
 
         turns = -(-time // _QUERIES)
         # A product with one row, of a token alone whose heads share no keys, has other bits.
@@ -230,9 +235,9 @@ def attend_alone(
 def _attend_block_by_block(
     queries: Float[Array, "few heads head"], kv_heads: int,
     read: Callable[[Index], Sequence[Float[Array, "kv_heads block head"]]],
-    position: Int[Array, " few"], last: Int[Array, " few"], window: Index | None,
+    oldest: Int[Array, " few"], last: Int[Array, " few"],
 ) -> Float[Array, "few heads head"]:  # fmt: skip
-    """Attends with queries up to the last position of each, the softmax merged block by block.
+    """Attends with queries to some positions of each, the softmax merged block by block.
 
     A block of which a query sees nothing changes no bit of what others have given it.
     """
@@ -246,9 +251,7 @@ def _attend_block_by_block(
         before, mass, mixed = merged
         some_keys, some_values = read(index)
         at = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-        seen = at <= last[:, None]
-        if window is not None:
-            seen &= position[:, None] - at < window
+        seen = (at >= oldest[:, None]) & (at <= last[:, None])
         scores = product("kgh,ksh->kgs", grouped, some_keys.astype(queries.dtype))
         scores = jnp.where(jnp.repeat(seen, by_head.shape[2], axis=0), scores, lowest)
         scores = jnp.pad(scores, fill)  # by rows of nothing, so that there are not few
@@ -258,12 +261,12 @@ def _attend_block_by_block(
         sums = product("kgs,ksh->kgh", weights[:, :own].astype(some_values.dtype), some_values)
         return largest, mass, mixed * kept[:, :own] + sums
 
-    first = 0 if window is None else jnp.maximum(position.min() + 1 - window, 0) // _BLOCK
     own = grouped.shape[1]
     fill = ((0, 0), (0, max(_FEW_SCORES // (kv_heads * _BLOCK) + 1 - own, 0)), (0, 0))
     nothing = jnp.pad(jnp.zeros((*grouped.shape[:2], 1), jnp.float32), fill)
     begin = (nothing + lowest, nothing, jnp.zeros(grouped.shape, jnp.float32))
-    _, mass, mixed = jax.lax.fori_loop(first, last.max() // _BLOCK + 1, of_block, begin)
+    first, end = oldest.min() // _BLOCK, last.max() // _BLOCK + 1
+    _, mass, mixed = jax.lax.fori_loop(first, end, of_block, begin)
     found = (mixed / mass[:, :own]).reshape(by_head.shape).swapaxes(0, 1)
     return found.reshape(queries.shape).astype(queries.dtype)
 
@@ -328,7 +331,7 @@ class _Heads(NamedTuple):
 
 def _attend_shard(
     query: Queries, key: New, value: New, keys: Cached, values: Cached, layer: Index,
-    start: RowInts, window: Index | None, ahead: Ahead, *, heads: _Heads,
+    start: RowInts, window: Windows | None, ahead: Ahead, *, heads: _Heads,
     attended: int | None, gathers: bool, more_rows: MeshAxes, lengths: MeshAxes,
 ) -> Queries:  # fmt: skip
     """Attends on one device: its heads, for all rows of its activations, in its part of the cache.
@@ -359,7 +362,7 @@ def _attend_shard(
 
 def _attend(
     query: Queries, key: New, value: New, keys: Cached, values: Cached, layer: Index,
-    start: RowInts, window: Index | None, ahead: Ahead, *, heads: _Heads, attended: int | None,
+    start: RowInts, window: Windows | None, ahead: Ahead, *, heads: _Heads, attended: int | None,
     lengths: MeshAxes = (), scatters: bool = False, joins: bool = False,
 ) -> Float[Array, "rows time some_heads head"]:  # fmt: skip
     """Attends as `attend_cached`, to what is on one device.
@@ -373,7 +376,8 @@ def _attend(
     first_position = jax.lax.axis_index(lengths) * capacity if lengths else 0
     steps = jnp.arange(time, dtype=jnp.int32)
     distance = steps[:, None] - steps
-    own = distance >= -ahead if window is None else (distance >= -ahead) & (distance < window)
+    sizes = None if window is None else jnp.broadcast_to(window, (time,))[:, None]
+    own = distance >= -ahead if sizes is None else (distance >= -ahead) & (distance < sizes)
     own = jnp.broadcast_to(own, (rows, time, time))
     if lengths:  # the pass's own tokens count once
         own &= jax.lax.axis_index(lengths) == 0
@@ -388,9 +392,9 @@ def _attend(
         keys, values = (jax.lax.dynamic_slice(one, at, size)[0] for one in (keys, values))
         positions = first_position + jnp.arange(read, dtype=jnp.int32)
         visible = jnp.broadcast_to((positions < start[:, None])[:, None], (rows, time, read))
-        if window is not None:
+        if sizes is not None:
             asking = start[:, None] + steps
-            visible &= asking[:, :, None] - positions < window
+            visible &= asking[:, :, None] - positions < sizes
         parts.append(Part(keys, values, visible))
     if joins:
         parts = [Part(*(_joined(some) for some in zip(*parts, strict=True)))]

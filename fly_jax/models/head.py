@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fly_jax.models.architectures import scale_of
-from fly_jax.models.attention import Ahead, rotation
+from fly_jax.models.attention import Ahead, Windows, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Added, Attend, Llama, Matmul, zero_after
@@ -149,6 +149,11 @@ class BlockHead(Head):
             hidden = jnp.concatenate((hidden, rows), axis=-1)
         score = self._products(outer, dtype=jnp.float32)("btd,do->bto", hidden, "confidence")
         return jax.nn.sigmoid(score + outer["confidence_bias"])[..., 0]
+
+    def _window(self, layer: Index, time: int) -> Windows | None:
+        """Counted from the block's beginning, as in training: all its places see the same."""
+        window = super()._window(layer, time)
+        return None if window is None else window + 1 + jnp.arange(time, dtype=jnp.int32)
 
     def _ahead(self, layer: Index, time: int) -> Ahead:
         windowed = self.config.windowed_layers

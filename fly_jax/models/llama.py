@@ -19,6 +19,7 @@ from fly_jax.models.architectures import INT8, LlamaConfig, ParameterSpec, param
 from fly_jax.models.attention import (
     Ahead,
     Part,
+    Windows,
     attend_alone,
     attend_cached,
     attention,
@@ -220,7 +221,7 @@ class Llama(nnx.Module):
             ahead = self._ahead(layer, query.shape[1])
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
             new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
-            window = self._window(layer)
+            window = self._window(layer, query.shape[1])
             if self._computes_alone:
                 return attend_alone(query, key, value, cache, layer, window, ahead), new
             layout = self.layout
@@ -250,7 +251,7 @@ class Llama(nnx.Module):
 
         def attend(layer: Index, query: Array, key: Array, value: Array) -> tuple[Array, None]:
             grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
-            window = self._window(layer)
+            window = self._window(layer, query.shape[1])
             seen = visible if window is None else visible & (distance < window)
             part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), seen)
             return attention(grouped, [part]).reshape(query.shape), None
@@ -471,12 +472,12 @@ class Llama(nnx.Module):
             return of_some(x)
         return each_alone(of_some, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
 
-    def _window(self, layer: Index) -> Index | None:
-        """The number of tokens a layer sees, the newest among them; None if all layers see all."""
+    def _window(self, layer: Index, time: int) -> Windows | None:
+        """The newest tokens that a layer sees from each of `time`; None if all layers see all."""
         window, windowed = self.config.sliding_window, self.config.windowed_layers
         if window is None:
             return None
-        everything = np.iinfo(np.int32).max
+        everything = 2**30
         sizes = [window if one in windowed else everything for one in range(self.config.num_layers)]
         return jnp.asarray(sizes, jnp.int32)[layer]
 

@@ -29,7 +29,7 @@ setup(
         "fly_jax.evaluation": ["colours.css"],
         "fly_jax.launch": ["page.html", "report.html"],
         "fly_jax.sharding": ["chips.toml"],
-        "fly_jax.serving.http": ["page.html", "protocol.toml"],
+        "fly_jax.serving.http": ["protocol.toml", "try_it.html"],
     },
     install_requires=[
         "absl-py>=2.1",

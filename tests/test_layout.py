@@ -169,7 +169,8 @@ def test_wheel_has_the_configs_the_embedded_pair_and_the_pages(unpacked: Path) -
     assert sum((unpacked / path).stat().st_size for path in pair) <= 25 * 2**20
     kinds = (".html", ".css", ".toml")
     beside = [path.relative_to(_ROOT) for path in _PACKAGE.rglob("*") if path.suffix in kinds]
-    assert {"page.html", "chips.toml", "protocol.toml"} < {path.name for path in beside}
+    some = {"page.html", "chips.toml", "protocol.toml", "try_it.html"}
+    assert some < {path.name for path in beside}
     for path in (*pair, *configs, *beside):
         assert (unpacked / path).read_bytes() == (_ROOT / path).read_bytes()
 

@@ -179,9 +179,9 @@ class Engine:
           config: how requests are decoded that do not say; None for `default_config`.
           prompts: all that will be decoded, where that is known: the engine is offline then, with
             no more slots and no longer caches than they need.
-          memory: see `__init__`; None for the config's file, or an empty one, if the rule uses one.
+          memory: of corrections; None for the config's file, or an empty one, if the rule uses one.
           with_texts: fills `Settled.texts`.
-          **given: see `DecodingConfig`, over whose values they are laid.
+          **given: values of a `DecodingConfig`, laid over the config's.
         """
         config = pair.config(config, **given)
         spec = pair.spec(config, audits=audits)

@@ -33,8 +33,8 @@ def generate(
     Args:
       config: how, but for what is given below; None for `default_config`, as on the command line.
       memory: a memory of corrections, which learns, or the file that holds one.
-      drafter: what proposes instead of the pair's draft models; see `Pair`.
-      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
+      drafter: what proposes instead of the pair's draft models, as `Pair.drafter`.
+      **given: values of a `DecodingConfig`, laid over the config's: such as rule, an expression or
         a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
     """
     is_list = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str)

@@ -289,7 +289,7 @@ class _Measured:
         verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
         kept = [depth for one in all_done for depth in one.kept]
         per_token = (one.seconds / len(one.token_ids) for one in all_done if one.token_ids)
-        most = self.engine.spec.static.num_speculative_tokens  # a deferred window may settle more
+        k = self.engine.spec.static.num_speculative_tokens  # a deferred window may settle more
         return RuleResult(
             name=name,
             num_tokens=sum(len(one.token_ids) for one in all_done),
@@ -306,7 +306,7 @@ class _Measured:
             inter_token_seconds=_median(per_token),
             accepted_by_position=tuple(
                 sum(depth > at for depth in kept) / len(kept)
-                for at in range(min(max(kept, default=0), most))
+                for at in range(min(max(kept, default=0), k))
             ),
             by_category={
                 category: self._of([at for at, one in enumerate(categories) if one == category])

@@ -112,8 +112,7 @@ TASKS = {
             "Solve it step by step, and end with a line such as: Answer: 7"
         ),
         is_right=lambda one, text: extract_answer(text) == one["answer"],
-        max_new_tokens=128,
-        built_in=BUILT_IN,
+        max_new_tokens=128, built_in=BUILT_IN,
     ),
     "humaneval": Task(
         files=("HumanEval.jsonl.gz", "HumanEval.jsonl"),
@@ -123,9 +122,7 @@ TASKS = {
             "Complete this Python function. Answer with the whole function in one block of code."
             f"\n\n```python\n{one['prompt']}```"
         ),
-        stops=_STATEMENTS,
-        is_right=_passes_humaneval,
-        runs_code=True,
+        stops=_STATEMENTS, is_right=_passes_humaneval, runs_code=True,
     ),
     "mbpp": Task(
         files=("mbpp.jsonl", "mbpp.jsonl.gz"),
@@ -150,18 +147,14 @@ TASKS = {
             "number alone, such as: #### 7"
         ),
         begin=lambda one: f"Question: {one['question']}\nAnswer:",
-        stops=("\nQuestion:",),
-        is_right=_is_right_gsm8k,
+        stops=("\nQuestion:",), is_right=_is_right_gsm8k,
     ),
     "ifeval": Task(
         files=("input_data.jsonl", "ifeval.jsonl"),
         fields={"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list},
-        key="key",
-        ask=_PROMPT,
-        is_right=follows_all,
-        max_new_tokens=1280,
+        key="key", ask=_PROMPT, is_right=follows_all, max_new_tokens=1280,
     ),
-}
+}  # fmt: skip
 
 
 def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:

@@ -45,7 +45,7 @@ class _PlanFlags(DecodingFlags):
         "again for one below it",
     )
     level_accepted_tokens: float | None = parameter(
-        None, "mean tokens of a pass of a draft model where another is below it", kind=float
+        None, "mean tokens of a draft's pass over a level below it, if not published", kind=float
     )
     dtype: str = parameter("bfloat16", "type of the matrices of both", choices=("bfloat16", "int8"))
     chip: str = parameter("v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
@@ -59,7 +59,7 @@ class _PlanFlags(DecodingFlags):
     )
     batch_size: int = parameter(1, "rows decoded together", low=1)
     mean_accepted_tokens: float | None = parameter(
-        None, "tokens a round settles; what FLy's authors publish for 405B if not given", kind=float
+        None, "tokens a round settles; what is published for the pair if not given", kind=float
     )
     audits: bool = parameter(False, "rounds report on every token, as for generate --audit")
     serve: bool = parameter(

@@ -242,65 +242,43 @@ ARCHITECTURES = {
     for one in (
         # Llama 2 and 3, SmolLM 1 and 2, DeepSeek-R1-Distill-Llama.
         Architecture(
-            name="llama",
-            class_name="LlamaForCausalLM",
-            refused=("attention_bias", "mlp_bias"),
-            gguf="llama",
-            gguf_pairs=True,
+            name="llama", class_name="LlamaForCausalLM", refused=("attention_bias", "mlp_bias"),
+            gguf="llama", gguf_pairs=True,
         ),
         # GGUF files call it llama, and those of version 0.1 may not say that it has a window.
         Architecture(
-            name="mistral",
-            class_name="MistralForCausalLM",
-            read=_read_mistral,
+            name="mistral", class_name="MistralForCausalLM", read=_read_mistral,
             written=lambda config: {"sliding_window": config.sliding_window},
             defaults={
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131_072,
-                "bos_token_id": 1,
+                "num_key_value_heads": 8, "max_position_embeddings": 131_072, "bos_token_id": 1,
                 "eos_token_id": 2,
             },
         ),
         # Qwen 2 and 2.5, DeepSeek-R1-Distill-Qwen.
         Architecture(
-            name="qwen2",
-            class_name="Qwen2ForCausalLM",
-            fields={"attention_biases": True},
-            read=_read_qwen,
-            written=_written_windows,
-            defaults={"max_position_embeddings": 32_768},
-            gguf="qwen2",
+            name="qwen2", class_name="Qwen2ForCausalLM", fields={"attention_biases": True},
+            read=_read_qwen, written=_written_windows,
+            defaults={"max_position_embeddings": 32_768}, gguf="qwen2",
         ),
         # Without experts.
         Architecture(
-            name="qwen3",
-            class_name="Qwen3ForCausalLM",
-            fields={"head_norms": True},
-            read=_read_qwen,
-            written=_written_windows,
+            name="qwen3", class_name="Qwen3ForCausalLM", fields={"head_norms": True},
+            read=_read_qwen, written=_written_windows,
             defaults={"head_dim": 128, "max_position_embeddings": 32_768},
-            refused=("attention_bias",),
-            gguf="qwen3",
+            refused=("attention_bias",), gguf="qwen3",
         ),
         Architecture(
-            name="smollm3",
-            class_name="SmolLM3ForCausalLM",
-            read=_read_smollm3,
-            written=_written_smollm3,
+            name="smollm3", class_name="SmolLM3ForCausalLM", read=_read_smollm3,
+            written=_written_smollm3, refused=("attention_bias", "mlp_bias"), gguf="smollm3",
+            gguf_pairs=True,
             defaults={
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 32_768,
-                "rope_theta": 2_000_000.0,
-                "tie_word_embeddings": True,
-                "bos_token_id": 128_000,
+                "num_key_value_heads": 4, "max_position_embeddings": 32_768,
+                "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "bos_token_id": 128_000,
                 "eos_token_id": 128_001,
             },
-            refused=("attention_bias", "mlp_bias"),
-            gguf="smollm3",
-            gguf_pairs=True,
         ),
     )
-}
+}  # fmt: skip
 GGUF_ARCHITECTURES = {one.gguf: one for one in ARCHITECTURES.values() if one.gguf is not None}
 
 

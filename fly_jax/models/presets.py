@@ -15,7 +15,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 
 def _fields(table: dict[str, Any]) -> dict[str, Any]:
     """The fields of a model, over those of the model that it is like."""
-    own = _tuples(table)
+    own = _tuples({name: one for name, one in table.items() if name != "accepted"})
     if "rope_scaling" in own:
         own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
     if "head" in own:
@@ -31,6 +31,23 @@ def _tuples(table: dict[str, Any]) -> dict[str, Any]:
 
 PUBLISHED = {name: table["parameters"] for name, table in _TABLES.items()}
 PRESETS = {name: LlamaConfig(**_fields(table)) for name, table in _TABLES.items()}
+
+
+def published_acceptance(
+    target: LlamaConfig, draft: LlamaConfig, rule: str
+) -> tuple[float, int, str] | None:
+    """Mean accepted tokens published of a pair of such sizes, with which K, and the source."""
+    for name, table in _TABLES.items():
+        for one in table.get("accepted", ()):
+            pair = PRESETS[one["target"]], PRESETS[name]
+            if rule in one and [*map(_sizes, pair)] == [_sizes(target), _sizes(draft)]:
+                return one[rule], one["k"], one["source"]
+    return None
+
+
+def _sizes(config: LlamaConfig) -> tuple[object, ...]:
+    kind = type(config.head), config.pard_token is None
+    return kind, config.num_layers, config.embed_size, config.ffw_size
 
 
 def preset(name: str) -> LlamaConfig:

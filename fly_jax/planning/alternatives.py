@@ -103,12 +103,14 @@ class Drafters:
     # The given draft in every layout and type, the fastest first; those that do not fit come last.
     # A target's own draft has one layout, the target's.
     passes: tuple[DraftPass, ...]
-    # Those of its architecture and vocabulary that pay with at most K + 1 tokens a round.
+    # Those of its architecture and vocabulary that pay with at most K + 1 tokens a round, as far as
+    # the given draft's mean accepted tokens are known.
     smaller: tuple[SmallerDraft, ...]
 
 
-def weigh_drafters(spec: PlanSpec, layouts: Layouts, verify: float, mean: float) -> Drafters:
-    """Weighs the draft's layouts and types, and smaller models, by `verify` seconds and `mean`."""
+def weigh_drafters(spec: PlanSpec, layouts: Layouts, verify: float) -> Drafters:
+    """Weighs the draft's layouts and types, and smaller models, by `verify` seconds."""
+    mean, _ = spec.accepted
     left = spec.chip.memory_bytes - resident_bytes(layouts.target, spec.target, spec.workload)
     k = spec.num_speculative_tokens
     wide = "int8" if spec.int8 else "bfloat16"
@@ -131,7 +133,7 @@ def weigh_drafters(spec: PlanSpec, layouts: Layouts, verify: float, mean: float)
     }
     smaller = []
     for name, best in (others | own).items():
-        if best.fits:
+        if best.fits and mean is not None:
             times = _num_passes(PRESETS.get(name, spec.target), k)
             seconds = verify + times * best.seconds
             pays_from = mean * seconds / given_round

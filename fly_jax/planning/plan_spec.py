@@ -26,8 +26,9 @@ from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
+from fly_jax.models.presets import published_acceptance
 from fly_jax.models.quantise import check_self_draft
-from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes
+from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes, mean_accepted
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec, mesh_over, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -104,6 +105,18 @@ def default_round(num_speculative_tokens: int) -> RoundSpec:
     return RoundSpec(rule, RoundStatic(num_speculative_tokens))
 
 
+def _accepted(
+    given: float | None, pair: tuple[LlamaConfig, LlamaConfig], rule: str, k: int
+) -> tuple[float | None, str | None]:
+    """Mean accepted tokens of a pair, given or published and turned into those of K; the source."""
+    if given is not None:
+        return given, "as given"
+    if (found := published_acceptance(*pair, rule)) is None:
+        return None, None
+    mean, its_k, source = found
+    return mean_accepted(acceptance_from(mean, its_k), k), source
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSpec:
     """A pair, its sizes, and the chips that a plan is made for.
@@ -119,14 +132,14 @@ class PlanSpec:
     int8: bool = False
     self_draft: MatrixType | None = None  # the draft is the target, its matrices rounded to this
     below: tuple[LlamaConfig, ...] = ()  # draft models, each proposing to the one before it
-    level_accepted_tokens: float | None = None  # mean of a pass over such a proposal
+    level_accepted_tokens: float | None = None  # mean of a pass over such a proposal, or published
     context: int = 8192  # prompt and new tokens of a row
     prompt_length: int | None = None  # None for all of the context but one
     rows: int = 1
     rounds: RoundSpec = dataclasses.field(default_factory=lambda: default_round(PUBLISHED_K))
     prefill_chunk: int | None = None
     rules: tuple[Rule, ...] = ()
-    mean_accepted_tokens: float | None = None  # None for what FLy's authors publish
+    mean_accepted_tokens: float | None = None  # None for what is published
     compiles: bool = True  # False counts from shapes, as always where there is no compiler
 
     @property
@@ -161,8 +174,22 @@ class PlanSpec:
     def draft_passes(self) -> tuple[dict[int, float], ...]:
         """The passes of the draft models in a round; see `roofline.draft_passes`."""
         level_tokens = next(iter(self.rounds.static.level_speculative_tokens), 1)
-        accepted = self.level_accepted_tokens or 1.0
+        accepted = self.level_accepted[0] or 1.0
         return draft_passes(self.drafts, self.num_speculative_tokens, level_tokens, accepted)
+
+    @property
+    def accepted(self) -> tuple[float | None, str | None]:
+        """The mean accepted tokens of a round, None where they are not known, and their source."""
+        rule, pair = type(self.rounds.rule).__name__.lower(), (self.target, self.draft)
+        return _accepted(self.mean_accepted_tokens, pair, rule, self.num_speculative_tokens)
+
+    @property
+    def level_accepted(self) -> tuple[float | None, str | None]:
+        """The same of the draft's passes over what the level below it proposes."""
+        if not (self.below and (levels := self.rounds.static.level_speculative_tokens)):
+            return None, None
+        pair = self.draft, self.below[0]
+        return _accepted(self.level_accepted_tokens, pair, "exact", levels[0])
 
     @property
     def prefilled(self) -> int:
@@ -193,9 +220,10 @@ class PlanSpec:
         static = self.rounds.static
         levels = static.level_speculative_tokens
         check_chain(self.target, self.drafts, static)
-        if self.below and levels and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
+        accepted, _ = self.level_accepted
+        if self.below and levels and not 1 <= (accepted or 0) <= levels[0] + 1:
             raise FlyJaxError(
-                f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "
+                f"level_accepted_tokens is {accepted}, given or published; a pass of a draft with "
                 f"a level below it gives 1 to {levels[0] + 1} tokens: give a mean in that range."
             )
         check_self_draft(self.self_draft, int8=self.int8)

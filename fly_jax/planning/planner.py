@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from fly_jax.models.architectures import ParameterSpec, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
@@ -15,6 +16,7 @@ from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
 from fly_jax.planning.plan_steps import Step
 
 _GIB = 2**30
+_SPEED_UPS = (2, 5, 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +50,6 @@ class Plan:
         return next((step for step in self.steps if step.name == name), None)
 
     @property
-    def mean_accepted(self) -> float:
-        """Tokens of a round: as asked for, or as published for FLy."""
-        spec = self.spec
-        if spec.mean_accepted_tokens is not None:
-            return spec.mean_accepted_tokens
-        published = roofline.acceptance_from(roofline.PUBLISHED_MEAN_ACCEPTED, roofline.PUBLISHED_K)
-        return roofline.mean_accepted(published, spec.num_speculative_tokens)
-
-    @property
     def verify_seconds(self) -> float | None:
         """Of a round beside its draft: a verify that hands a head features may exchange more."""
         verify, whole, draft = map(self.step, ("verify", "round", "draft"))
@@ -64,8 +57,11 @@ class Plan:
             return None if verify is None else verify.seconds
         return max(verify.seconds, whole.seconds - draft.seconds)
 
-    def speed(self) -> dict[str, float | int] | None:
-        """Tokens per second by the roofline times; None where it does not fit."""
+    def speed(self) -> dict[str, Any] | None:
+        """Tokens per second by the roofline times; None where it does not fit.
+
+        Without mean accepted tokens only how many would make it 2, 5 and 10 times as fast.
+        """
         draft, verify, alone = map(self.step, ("draft", "verify", "autoregressive"))
         if not self.fits or draft is None or verify is None or alone is None:
             return None
@@ -77,15 +73,21 @@ class Plan:
         assert self.verify_seconds is not None
         seconds = draft.seconds / (1 if at_once else k), self.verify_seconds, alone.seconds
         times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
-        mean = self.mean_accepted
+        mean, source = self.spec.accepted
+        needed = {str(many): many / times.speed_up(k, 1.0) for many in _SPEED_UPS}
+        found: dict[str, Any] = {
+            "mean_accepted_tokens": mean, "source": source,
+            "autoregressive_tokens_per_second": rows / times.autoregressive,
+            "accepted_tokens_for": {many: one for many, one in needed.items() if one <= k + 1},
+        }  # fmt: skip
+        if mean is None:
+            return found
         acceptance = roofline.acceptance_from(mean, k)
         limit = {"max_speculative_tokens": head.most_tokens} if isinstance(head, Block) else {}
         best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k, **limit)
-        return {
-            "mean_accepted_tokens": mean, "tokens_per_second": rows * mean / times.round(k),
-            "autoregressive_tokens_per_second": rows / times.autoregressive,
-            "speed_up": times.speed_up(k, mean), "best_num_speculative_tokens": best,
-            "best_speed_up": best_speed_up,
+        return found | {
+            "tokens_per_second": rows * mean / times.round(k), "speed_up": times.speed_up(k, mean),
+            "best_num_speculative_tokens": best, "best_speed_up": best_speed_up,
         }  # fmt: skip
 
     def drafters(self) -> Drafters | None:
@@ -93,7 +95,7 @@ class Plan:
         verify = self.verify_seconds
         if not self.fits or verify is None or self.spec.below:
             return None
-        return weigh_drafters(self.spec, self.layouts, verify, self.mean_accepted)
+        return weigh_drafters(self.spec, self.layouts, verify)
 
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""
@@ -130,7 +132,7 @@ class Plan:
             "context": spec.context,
             "batch_size": spec.rows,
             "num_speculative_tokens": spec.num_speculative_tokens,
-            "level_accepted_tokens": spec.level_accepted_tokens if spec.below else None,
+            "level_accepted_tokens": spec.level_accepted[0] if spec.below else None,
             "draft_passes": spec.draft_passes,
             "target_layout": self.layouts.target_rules,
             "draft_layout": self.layouts.draft_rules,
@@ -240,12 +242,19 @@ def _copies(plan: Plan) -> list[str]:
 def _speed(plan: Plan) -> list[str]:
     if (speed := plan.speed()) is None:
         return ["No speed is given for what does not fit."]
-    source = " (as FLy's 17.13 with K = 25, a 405B and an 8B; --mean_accepted_tokens says yours)"
-    source = "" if plan.spec.mean_accepted_tokens else source
     passes = ", ".join(f"{sum(some.values()):.1f}" for some in plan.spec.draft_passes)
+    level, source = plan.spec.level_accepted
+    below = "" if level is None else f"; {level:.2f} tokens of a pass of it ({source})"
+    needed = (f"{many} times with {one:.1f}" for many, one in speed["accepted_tokens_for"].items())
+    lines = [
+        f"Passes of a round: 1 of the target, {passes} of what drafts, the nearest first{below}",
+        f"Over one token at a time, by mean accepted tokens: {', '.join(needed) or 'never twice'}",
+    ]
+    if speed["mean_accepted_tokens"] is None:
+        return [*lines, "None are published of this pair and rule; give --mean_accepted_tokens"]
     return [
-        f"Passes of a round: 1 of the target, {passes} of what drafts, the nearest to it first",
-        f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens{source}: "
+        *lines,
+        f"At best, with {speed['mean_accepted_tokens']:.2f} ({speed['source']}): "
         f"{speed['tokens_per_second']:.0f} tokens/s, {speed['speed_up']:.2f} times the "
         f"{speed['autoregressive_tokens_per_second']:.0f} tokens/s of one token at a time",
         f"best K: {speed['best_num_speculative_tokens']} ({speed['best_speed_up']:.2f} times), if "

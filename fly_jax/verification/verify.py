@@ -172,7 +172,8 @@ def truncated(
 
     Args:
       support: a rule without memory and budget, its numbers scalars; None returns the logits.
-      protected, layout: see `accept` and `evidence`.
+      protected: tokens that are never rescued, as in `accept`.
+      layout: over which the logits are split; None on one device.
     """
     if support is None:
         return logits

@@ -85,7 +85,7 @@ REFUSED = {
     ],
     "plan 70b": [  # for eight GPUs
         ([PARD, LLAMA, "--level_accepted_tokens=2"], ["pard_token"]),
-        ([LLAMA, PARD], ["gives 1 to 5 tokens"]),
+        (["--draft=llama-3.2-1b", PARD], ["gives 1 to 5 tokens"]),
         ([LLAMA, PARD, "--level_accepted_tokens=6"], ["gives 1 to 5 tokens"]),
         ([LLAMA, PARD, "--level_accepted_tokens=0.5"], ["gives 1 to 5 tokens"]),
         (["--draft=self:int4", PARD, "--level_accepted_tokens=4"], ["propose alone"]),

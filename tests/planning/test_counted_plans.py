@@ -137,15 +137,15 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan)
     found, verify = smaller(plan), plan.step("verify").seconds
     assert set(found) == set(names)
     at_once, least, more = map(found.get, names)  # the first in one pass
-    assert 1 < at_once.pays_from < least.pays_from < more.pays_from < plan.mean_accepted
+    assert 1 < at_once.pays_from < least.pays_from < more.pays_from < plan.spec.accepted[0]
     assert at_once.round_seconds - verify == pytest.approx(at_once.best.seconds)
     assert at_once.best.seconds < (least.round_seconds - verify) / 10
     passes = (one for one in plan.drafters().passes if one.fits and one.matrices == "bfloat16")
     a_round = verify + SPEC.num_speculative_tokens * next(passes).seconds
-    assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
+    assert least.pays_from / least.round_seconds == pytest.approx(plan.spec.accepted[0] / a_round)
     # With fewer draft tokens the draft weighs less, and a smaller one pays later.
     short = planned(rounds=default_round(5), mean_accepted_tokens=4.0).drafters().smaller[0]
-    assert short.pays_from / 4.0 > least.pays_from / plan.mean_accepted
+    assert short.pays_from / 4.0 > least.pays_from / plan.spec.accepted[0]
     assert all(words in table(plan) for words in ("llama-3.2-1b", "pays from"))
     said = json.loads(json.dumps(plan.to_dict()))["drafters"]
     assert {one["name"] for one in said["smaller"]} == set(names)
@@ -159,7 +159,9 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan)
     (("qwen-2.5-72b", "qwen-2.5-1.5b"), 151_936, {"qwen-2.5-0.5b"}),
 ])  # fmt: skip
 def test_smaller_models_of_a_family(pair: tuple[str, str], vocab_size: int, proposed: set) -> None:
-    plan = planned(target=preset(pair[0]), draft=preset(pair[1]), context=2048)
+    models = {"target": preset(pair[0]), "draft": preset(pair[1]), "context": 2048}
+    assert not smaller(planned(**models)), "of this pair no mean is published"
+    plan = planned(**models, mean_accepted_tokens=17.0)
     assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == vocab_size
     assert {name for name in smaller(plan) if not name.startswith("self:")} == proposed
 
@@ -358,6 +360,37 @@ def test_best_k_is_the_best_of_all_and_a_free_draft_gives_a_block_for_a_pass() -
     assert free.speed_up(9, 10.0) == pytest.approx(10.0)
     wide = roofline.StepTimes(draft_pass=0.0, verify=1.1, autoregressive=1.0, verify_token=0.1)
     assert wide.round(1, 8) == pytest.approx(1.0)  # whatever arithmetic is saved
+
+
+@pytest.mark.parametrize(("target", "drafts", "k", "mean", "level"), [
+    (LARGE, ["llama-3.1-8b"], 25, 17.13, None),
+    (MIDDLE, ["llama-3.1-8b"], 15, 12.41, None),
+    (MIDDLE, ["eagle3-llama-3.3-70b"], 7, None, None),  # with FLy
+    (LARGE, ["pard-llama-3.2-1b"], 25, None, None),
+    (LARGE, ["llama-3.1-8b", "pard-llama-3.2-1b"], 25, 17.13, 3.83),
+    (LARGE, ["llama-3.1-8b", "eagle3-llama-3.1-8b"], 25, 17.13, 3.2),
+])  # fmt: skip
+def test_only_what_is_published_of_a_pair_is_taken_for_it(
+    target: LlamaConfig, drafts: list[str], k: int, mean: float | None, level: float | None
+) -> None:
+    """Of others the plan says how many tokens would be needed, and gives no speed."""
+    draft, *below = map(preset, drafts)
+    sizes = {None: (), 3.83: (8,), 3.2: (7,)}[level]
+    rounds = default_round(k).with_static(level_speculative_tokens=sizes)
+    plan = planned(target=target, draft=draft, below=tuple(below), rounds=rounds)
+    found, source = plan.spec.level_accepted
+    assert found == (None if level is None else pytest.approx(level))
+    speed = plan.speed()
+    assert all(0 < one <= k + 1 for one in speed["accepted_tokens_for"].values())
+    if mean is None:
+        assert speed.keys() & {"speed_up", "tokens_per_second"} == set()
+        assert "--mean_accepted_tokens" in table(plan)
+        return
+    assert speed["mean_accepted_tokens"] == pytest.approx(mean)
+    # The tokens that double the speed are as many times fewer as it is more than twice as fast.
+    twice = speed["accepted_tokens_for"]["2"]
+    assert mean / twice == pytest.approx(speed["speed_up"] / 2)
+    assert all(one in table(plan) for one in (speed["source"], source or ""))
 
 
 @pytest.mark.parametrize("draft", ["dflash-qwen-3-8b", "dspark-qwen-3-8b"])

@@ -150,7 +150,7 @@ def page() -> str:
         why.name.lower(): {"letter": why.letter, "word": word, "meaning": MEANINGS[why]}
         for why, word in WORDS.items()
     }
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("try_it.html").read_text(encoding="utf-8")
     return text.replace("/*PALETTE*/", PALETTE).replace('"KINDS"', json.dumps(kinds))
 
 

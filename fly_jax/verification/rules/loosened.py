@@ -36,7 +36,7 @@ class Fly(Loose):
     Attributes:
       entropy_threshold: in the unit of `entropy`; `GATE_OFF` or less switches the gate off.
       window_size: W; 0 rescues every mismatch that passes the gate.
-      entropy: see `Entropy.measure`. The published results come from "top_k" with 0.3; with
+      entropy: an `Entropy.measure`. The published results come from "top_k" with 0.3; with
         "normalized", the formula printed in the paper, 0.3 rescues almost nothing.
       window: "paper", or "reference" for FLy's reference code, which looks at j+1 .. j+W-1 only and
         yet demands j + W <= K.

@@ -62,18 +62,20 @@ def _cache() -> KVCache:
     return empty_cache(CONFIG, 1, CAPACITY, jnp.dtype(jnp.bfloat16))
 
 
-@functools.partial(jax.jit, donate_argnames=("cache",))
-def _passes(parameters: Parameters, cache: KVCache, tokens: jax.Array) -> tuple[KVCache, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("config", "number"), donate_argnames=("cache",))
+def passes(
+    config: LlamaConfig, number: int, parameters: Parameters, cache: KVCache, tokens: jax.Array
+) -> tuple[KVCache, jax.Array]:
     """Some passes in one dispatch, each over the tokens that the one before it chose."""
-    model, width = Llama(CONFIG, parameters), tokens.shape[1]
+    model, width, capacity = Llama(config, parameters), tokens.shape[1], cache.keys.shape[3]
 
     def one(_: int, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
         cache, tokens = carry
         hidden, cache = model.extend(tokens, cache)
         chosen = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
-        return cache.with_length((cache.length + width) % (CAPACITY - width)), chosen
+        return cache.with_length((cache.length + width) % (capacity - width)), chosen
 
-    return jax.lax.fori_loop(0, PASSES, one, (cache, tokens))
+    return jax.lax.fori_loop(0, number, one, (cache, tokens))
 
 
 def _timed(variant: str) -> dict[str, Any]:
@@ -81,10 +83,10 @@ def _timed(variant: str) -> dict[str, Any]:
     parameters, found = _parameters(variant), {}
     for width in WIDTHS:
         tokens, times = jnp.ones((1, width), jnp.int32), []
-        state = jax.block_until_ready(_passes(parameters, _cache(), tokens))
+        state = jax.block_until_ready(passes(CONFIG, PASSES, parameters, _cache(), tokens))
         for _ in range(TURNS):
             start = time.perf_counter()
-            state = jax.block_until_ready(_passes(parameters, *state))
+            state = jax.block_until_ready(passes(CONFIG, PASSES, parameters, *state))
             times.append((time.perf_counter() - start) / PASSES * 1e3)
         found[f"{width} tokens, ms"] = min(times)
     return found
@@ -103,7 +105,7 @@ def _compiled(variant: str) -> dict[str, Any]:
             lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place),
             (*shapes, tokens),
         )
-        text = _passes.lower(*given).compile().as_text()
+        text = passes.lower(CONFIG, PASSES, *given).compile().as_text()
         for body in re.split(r"\n(?=(?:%|ENTRY)[^\n]*\{\n)", text):
             name = body.split(maxsplit=1)[0]
             written = re.findall(r" = (\S.*?) (?:fusion|copy|fusion-done)\(", body)

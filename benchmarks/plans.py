@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import machine
 
@@ -20,7 +21,7 @@ from fly_jax.planning.plan_steps import STEPS
 from fly_jax.planning.planner import make_plan
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
-from fly_jax.verification.rules import Exact
+from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.rules.loosened import Margin
 
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
@@ -65,33 +66,22 @@ SLICES = (
     ("llama-3.1-70b", "v5e", "4x4"), ("llama-3.1-70b", "v5e", "2x8"),
     ("llama-3.1-8b", "v5e", "1"), ("llama-3.1-8b", "v5e", "2x2"),  # on one chip in int8
 )  # fmt: skip
-ASSUMED = "assumed"  # where two stand, what a pass of the first gives over a proposal of the second
+# Where two stand, what a pass of the first gives over a proposal of the second; None as published.
 DRAFTS = (
-    (("llama-3.1-8b",), None), (("llama-3.1-8b", PARD), 3.0), (("llama-3.1-8b", PARD), 5.0),
-    (("llama-3.1-8b", HEAD), 3.0), (("llama-3.1-8b", HEAD), 5.0),
+    (("llama-3.1-8b",), None), *((("llama-3.1-8b", PARD), one) for one in (None, 5.0, 9.0)),
+    *((("llama-3.1-8b", HEAD), one) for one in (None, 5.0, 7.0)),
     (("llama-3.2-1b",), None), (("llama-3.2-1b", PARD), 3.0), ((PARD,), None),
     ((HEAD,), None), ((LARGE_HEAD,), None),
 )  # fmt: skip
-# Mean accepted tokens by rule, out of domain for the 8B draft, and where they are published.
-FLY = "arXiv 2511.22972"
-PUBLISHED = {
-    ("llama-3.1-405b", "llama-3.1-8b"): (25, FLY, {"fly": 17.13}),
-    ("llama-3.1-70b", "llama-3.1-8b"): (15, FLY, {"exact": 10.91, "fly": 12.41}),
-    ("llama-3.1-70b", LARGE_HEAD): (
-        HEAD_TOKENS, "card of nebius/EAGLE3-Llama-3.3-70B-Instruct (arXiv 2602.23881)",
-        {"exact": 4.81},
-    ),
-}  # fmt: skip
-MOST = {"llama-3.1-405b": 25, "llama-3.1-70b": 15, "llama-3.1-8b": 8}  # K of what is not published
-SPEED_UPS = (2, 5, 10)
+MOST = {"llama-3.1-405b": 25, "llama-3.1-70b": 15, "llama-3.1-8b": 8}  # K of draft models
+RULES = {"exact": Exact(), "fly": Fly()}
 
 
-def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, object]]:
+def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, Any]]:
     """A row for each draft or stack of drafts of a target on a slice."""
     for drafts, level_accepted in DRAFTS:
         first, *below = map(preset, drafts)
-        most = MOST[target] if first.head is None else HEAD_TOKENS
-        k, source, known = PUBLISHED.get((target, drafts[0]), (most, None, {}))
+        k = MOST[target] if first.head is None else HEAD_TOKENS
         if first.head is not None and first.head.target_embed_size != preset(target).embed_size:
             continue
         spec = PlanSpec(
@@ -102,21 +92,40 @@ def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, object]]:
         if target in drafts or not (plan := make_plan(spec)).fits:
             continue
         seconds = {step.name: step.seconds for step in plan.steps}
-        ratio = seconds["autoregressive"] / seconds["round"]
+        rounds = {name: RoundSpec(rule, spec.rounds.static) for name, rule in RULES.items()}
+        all_known = {name: replace(spec, rounds=one).accepted for name, one in rounds.items()}
+        known = {name: mean for name, (mean, _) in all_known.items() if mean is not None}
+        times = seconds["autoregressive"] / seconds["round"]
+        level, source = spec.level_accepted
         yield {
             "target": target, "chip": chip, "mesh": mesh, "int8": spec.int8, "drafts": drafts,
-            "K": k, "level_accepted_tokens": level_accepted,
-            "level_source": None if level_accepted is None else ASSUMED,
+            "K": k, "level_accepted_tokens": level, "level_source": source,
             "milliseconds": {name: seconds[name] * 1e3 for name in STEPS[2:]},
-            "mean_accepted_tokens": known, "source": source,
-            "speed_up": {rule: mean * ratio for rule, mean in known.items()},
-            "accepted_tokens_for": {one: one / ratio for one in SPEED_UPS if one / ratio <= k + 1},
+            "mean_accepted_tokens": known, "sources": [one for _, one in all_known.values() if one],
+            "speed_up": {rule: mean * times for rule, mean in known.items()},
+            "accepted_tokens_for": plan.speed()["accepted_tokens_for"],
         }  # fmt: skip
+
+
+def row_of(one: dict[str, Any]) -> str:
+    """A row of the table in docs/planner.md."""
+    took, known, ups = (one[key] for key in ("milliseconds", "mean_accepted_tokens", "speed_up"))
+    draft, level = " over ".join(one["drafts"]), one["level_accepted_tokens"]
+    if level is not None:
+        draft += f", m = {level:.1f}{' (p)' * (one['level_source'] != 'as given')}"
+    needed = (one["accepted_tokens_for"].get(times) for times in ("2", "5", "10"))
+    cells = (
+        f"{one['target']}{', int8' * one['int8']}, {one['chip']} {one['mesh']}",
+        draft, one["K"], *(f"{took[name]:.1f}" for name in ("autoregressive", "draft", "round")),
+        *(f"{ups[rule]:.1f} ({known[rule]:g})" if rule in known else "" for rule in RULES),
+        ", ".join("never" if each is None else f"{each:.1f}" for each in needed),
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     drafts = [row for one in SLICES for row in drafts_on(*one)]
-    print(*(" ".join(map(str, row.values())) for row in drafts), sep="\n")
+    print(*map(row_of, drafts), sep="\n")
     found = json.loads((machine.RESULTS / "plans.json").read_text(encoding="utf-8"))
     plans: dict[str, object] = {"drafts": drafts}
     for name, spec in SPECS.items():

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import machine
 from absl import flags
+from gpu_pass import passes
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
-from fly_jax.models.cache import KVCache, empty_cache
+from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
-from fly_jax.models.llama import Llama, Parameters, in_front, matmul, turns_layers
+from fly_jax.models.llama import Llama, in_front, matmul, turns_layers
 
 PRODUCTS = "products alone"
 VARIANTS = (PRODUCTS, "scan", "one array per layer")
@@ -46,26 +47,13 @@ def _model(folder: Path, variant: str) -> Llama:
 def _passes(folder: Path, width: int, variant: str) -> Callable[[], float]:
     """A function that runs some passes in one dispatch and returns the milliseconds of each."""
     model = _model(folder, variant)
-    config, parameters = model.config, model.parameters()
-
-    @functools.partial(jax.jit, donate_argnames=("cache",))
-    def run(parameters: Parameters, cache: KVCache, tokens: jax.Array) -> tuple[KVCache, jax.Array]:
-        model = Llama(config, parameters)
-
-        def one(_: int, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
-            cache, tokens = carry
-            hidden, cache = model.extend(tokens, cache)
-            chosen = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
-            return cache.with_length((cache.length + width) % (CAPACITY - width)), chosen
-
-        return jax.lax.fori_loop(0, PASSES, one, (cache, tokens))
-
-    cache = empty_cache(config, 1, CAPACITY, jnp.dtype("float32"))
-    state = [jax.block_until_ready(run(parameters, cache, jnp.ones((1, width), jnp.int32)))]
+    run = functools.partial(passes, model.config, PASSES, model.parameters())
+    cache = empty_cache(model.config, 1, CAPACITY, jnp.dtype("float32"))
+    state = [jax.block_until_ready(run(cache, jnp.ones((1, width), jnp.int32)))]
 
     def timed() -> float:
         start = time.perf_counter()
-        state[0] = jax.block_until_ready(run(parameters, *state[0]))
+        state[0] = jax.block_until_ready(run(*state[0]))
         return (time.perf_counter() - start) / PASSES * 1e3
 
     return timed

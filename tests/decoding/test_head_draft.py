@@ -186,7 +186,7 @@ def engine_of(name: str, kind: str = "eagle3", **given: Any) -> Engine:
     ("eagle3", "exact", 0.0), ("eagle3", "sampled", 0.0), ("pard", "sampled", 0.0),
     ("eagle3", "depths", 0.0), ("eagle3", "depths below", 0.0), ("eagle3", "exact below", 2.0),
     ("eagle3", "exact, lookup", 0.0), ("eagle3", "depths, lookup", 0.0),
-    ("dspark", "sampled, lookup", 0.0),
+    ("dspark", "sampled, lookup", 0.0), ("dspark", "exact", 0.0),
 ])  # fmt: skip
 def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> None:
     models, spec = drafts_of(name, kind)

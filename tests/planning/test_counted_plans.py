@@ -12,7 +12,8 @@ from golden import pod_layout
 from launch_types import Patch
 from refusals import assert_refused
 
-from fly_jax import Workload, empty_cache, preset
+from fly_jax import Pair, Workload, empty_cache, preset
+from fly_jax.engine.engine import Engine
 from fly_jax.models import layouts, llama
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, parameter_specs
 from fly_jax.models.layouts import Layouts, choose_layouts, pass_seconds, resident_bytes
@@ -28,6 +29,7 @@ from fly_jax.planning.roofline import Work, mean_accepted, pass_work, roofline_s
 from fly_jax.sharding.chips import CHIPS, Chip, chip_of
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES
+from fly_jax.verification.rules.loosened import Margin
 
 V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
@@ -116,6 +118,21 @@ def test_prompts_are_run_and_caches_have_room_as_in_the_engine(
     for chunks, _ in groups:
         assert given.positions(chunks[0].rows) == plan.positions(chunks[0].rows)
         assert chunks[-1].start + chunks[-1].size >= spec.prefilled
+
+
+@pytest.mark.parametrize("served", [{"prefill_chunk": 64, "rules": (Margin(),)}, {}])
+def test_a_plans_engine_is_that_of_the_commands(pair: Pair, served: dict[str, Any]) -> None:
+    is_served = bool(served)
+    sizes = {"num_slots": 2, "max_length": 96, "audits": is_served, "offline": not is_served}
+    made = Engine.of(pair, **sizes, **served)
+    models = [pair.target, *pair.drafts]
+    given = {"target": models[0].config, "draft": models[1].config, "mesh": parse_mesh("1")}
+    spec = PlanSpec(**given, chip=V5E, rows=2, context=96, **served)
+    planned = spec.engine(models, pair.spec(audits=is_served))
+    assert made.spec.static == planned.spec.static
+    for name in ("max_length", "_capacity", "_row_steps"):
+        assert getattr(made, name) == getattr(planned, name)
+    assert vars(made._prefill.plan) == vars(planned._prefill.plan)
 
 
 def test_every_layout_and_type_of_the_draft_is_timed(plan: Plan) -> None:

@@ -70,7 +70,7 @@ def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
     *((name, "model", "tensor_whole") for name in ("rules", "defer", "served")),
     *(("auto", "pard", one) for one in (None, "tensor")), ("head below", "eagle", None),
     ("defer", "eagle", None), ("sampled", "eagle", None), ("auto", "eagle", "tensor_whole"),
-    ("auto", "block", None), ("head below", "block", None),
+    ("auto", "block", None), *(("head below", one, None) for one in ("block", "pard")),
 ])  # fmt: skip
 def test_no_round_copies_a_cache_or_a_stack(name: str, last: str | None, rules: str | None) -> None:
     static = KINDS[name].static

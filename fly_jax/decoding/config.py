@@ -146,6 +146,10 @@ class DecodingConfig:
 
     def __init__(self, /, **given: Any) -> None:
         """Takes the settings by name; FlyJaxError for an unknown one."""
+        _refuse_beside(given.get("rule"), given)
+        self._fill(given)
+
+    def _fill(self, given: dict[str, Any]) -> None:
         given = _spelled_out(given)
         rule, given_rule = given.get("rule"), None
         if any(map(np.ndim, jax.tree.leaves(rule))):
@@ -154,8 +158,6 @@ class DecodingConfig:
                 "each request of an engine a rule of its own."
             )
         if isinstance(rule, Loose):
-            if own := _parameters_of_rules() & set(given):
-                raise FlyJaxError(f"{min(own)} was given beside the rule {rule}; put it into that.")
             given_rule, given["rule"] = rule, repr(rule)
         elif isinstance(rule, Rule):
             if not isinstance(rule, Exact):
@@ -244,10 +246,11 @@ class DecodingConfig:
         """A copy with other values, named as in the class; a new K then holds for every rule."""
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
+        _refuse_beside(given.get("rule", self.given_rule), given)
+        found = object.__new__(DecodingConfig)
         before = self.to_dict() | {"rule": self.given_rule or self.rule}
-        if isinstance(given.get("rule", self.given_rule), Loose):  # which has numbers of its own
-            before = {name: before[name] for name in before.keys() - _parameters_of_rules()}
-        return DecodingConfig(**before | _spelled_out(given))
+        found._fill(before | _spelled_out(given))
+        return found
 
     def without_draft(self) -> DecodingConfig:
         """A copy for a target that nothing proposes to."""
@@ -331,8 +334,11 @@ class DecodingConfig:
         return *first, *_fitting(DecodingConfig(**values)), given
 
 
-def _parameters_of_rules() -> set[str]:
-    return {one.name for kind in RULES.values() for one in parameters_of(kind)}
+def _refuse_beside(rule: object, given: Mapping[str, Any]) -> None:
+    """Raises FlyJaxError for a rule's number beside a `Rule` that has its own."""
+    own = {one.name for kind in RULES.values() for one in parameters_of(kind)} & given.keys()
+    if own and isinstance(rule, Loose):
+        raise FlyJaxError(f"{min(own)} was given beside the rule {rule}; put it into that.")
 
 
 def _fitting(config: DecodingConfig) -> tuple[DecodingConfig, ...]:

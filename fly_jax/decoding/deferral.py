@@ -202,20 +202,16 @@ def close(
     left_whys, left_reports = jax.tree.map(lambda leaf: taken(leaf, keep), (whys, reports))
     tokens = taken(text, begin[:, None] + steps)
     return Settlement(
-        text=text,
-        length=end.astype(jnp.int32),
+        text=text, length=end.astype(jnp.int32),
         emitted=Emitted(tokens, whys, settled.astype(jnp.int32), reports, failed),
         window=OpenWindow(
-            start=start,
-            replacement=replacement,
-            remaining=jnp.where(is_open, left, 0),
-            why=left_whys,
-            reports=left_reports,
+            start=start, replacement=replacement, remaining=jnp.where(is_open, left, 0),
+            why=left_whys, reports=left_reports,
             regret=jnp.where(is_new, new.regret, window.regret),
         ),
         charged=jnp.where(failed, jnp.maximum(start - length, 0), count),
         refund=jnp.where(failed & ~is_new, window.regret, 0),
-    )
+    )  # fmt: skip
 
 
 def _joined(pending: Array, block: Array, before: RowInts) -> Array:

@@ -470,10 +470,10 @@ class Engine:
             rows = self._prefill.rows(self.slots.held(0), number)
             rows = programs.copy_row(rows, state, 0, 0)
             state, _ = programs.insert(state, rows, [0] * number)
-            shapes = jax.tree.map(shape_of, rows)
+            rows = jax.tree.map(shape_of, rows)  # they are not held while rounds run
             for _, size, end in some:
                 where = size, min(end, self._prefill.plan.positions(number) - size), end
-                jobs.append(functools.partial(tracing.prefill_chunk, shapes, *where))
+                jobs.append(functools.partial(tracing.prefill_chunk, rows, *where))
         state = programs.release(state, 0)
         if len(self._row_steps) > 1:
             state = programs.move(state, 0, 0)

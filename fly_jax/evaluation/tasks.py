@@ -133,11 +133,10 @@ TASKS = {
             f"{_tests(one)}\n```\n\nAnswer with one block of code."
         ),
         begin=lambda one: f'"""\n{one["text"]}\n\n{_tests(one)}\n"""\n',
-        stops=('\n"""', *_STATEMENTS[3:]),
+        stops=('\n"""', *_STATEMENTS[3:]), runs_code=True,
         is_right=lambda one, text: (
             judge(f"{_code(text)}\n{one['test_setup_code']}\n{_tests(one)}\n").passed
         ),
-        runs_code=True,
     ),
     "gsm8k": Task(
         files=("gsm8k.jsonl", "test.jsonl"),

@@ -463,9 +463,7 @@ def read_json(path: Path) -> Fields:
             "Face checkpoint, or a hub id."
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise FlyJaxError(
-            f"{path} is not valid JSON ({error}); download the file again."
-        ) from error
+        raise FlyJaxError(f"{path} is not valid JSON ({error}); download it again.") from error
     if not isinstance(content, dict):
         raise FlyJaxError(f"{path} holds no JSON object; download the file again.")
     return content

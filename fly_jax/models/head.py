@@ -151,9 +151,10 @@ class BlockHead(Head):
         return jax.nn.sigmoid(score + outer["confidence_bias"])[..., 0]
 
     def _window(self, layer: Index, time: int) -> Windows | None:
-        """Counted from the block's beginning, as in training: all its places see the same."""
         window = super()._window(layer, time)
-        return None if window is None else window + 1 + jnp.arange(time, dtype=jnp.int32)
+        if window is None or not self._own.windows_from_block:
+            return window
+        return window + 1 + jnp.arange(time, dtype=jnp.int32)
 
     def _ahead(self, layer: Index, time: int) -> Ahead:
         windowed = self.config.windowed_layers

@@ -74,6 +74,7 @@ class Block(TargetHead):
     has_confidence: bool = False  # it says how probable each token is to be accepted
     confidence_reads_markov: bool = False  # from the bias's row of the token before, too
     causal_windows: bool = False  # in a layer with a window a place sees none of the block behind
+    windows_from_block: bool = False  # all places see the same before the block
 
     @property
     def most_tokens(self) -> int:
@@ -140,6 +141,7 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
     odd = {
         "projector_type": own.get("projector_type") not in (None, "dflash", "dspark"),
         "causal": bool(own.get("causal")),
+        "is_causal": bool(own.get("is_causal")),
         "markov_head_type": rank and own.get("markov_head_type", "vanilla") != "vanilla",
     }
     for name in (name for name, is_odd in odd.items() if is_odd):
@@ -161,6 +163,9 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
             f"the target's layers, a block of at least {least} tokens and a mask token within its "
             f"vocabulary of {layer.get('vocab_size')}: correct config.json."
         )
+    # In z-lab's form a block that sees all of itself says so.
+    sees_all = is_dspark or own.get("is_causal") is False
+    sees_all = bool(own.get("sliding_window_non_causal")) if is_nested else sees_all
     has_confidence = is_dspark and bool(own.get("enable_confidence_head", is_nested))
     reads_markov = bool(own.get("confidence_head_with_markov", is_nested))
     return Block(
@@ -173,7 +178,8 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
         markov_rank=rank,
         has_confidence=has_confidence,
         confidence_reads_markov=has_confidence and reads_markov and rank > 0,
-        causal_windows=is_nested and not own.get("sliding_window_non_causal", False),
+        causal_windows=not sees_all,
+        windows_from_block=is_nested,
     )
 
 

@@ -36,18 +36,12 @@ PRESETS = {name: LlamaConfig(**_fields(table)) for name, table in _TABLES.items(
 def published_acceptance(
     target: LlamaConfig, draft: LlamaConfig, rule: str
 ) -> tuple[float, int, str] | None:
-    """Mean accepted tokens published of a pair of such sizes, with which K, and the source."""
+    """Mean accepted tokens published of a pair, with which K, and the source; None if not."""
     for name, table in _TABLES.items():
         for one in table.get("accepted", ()):
-            pair = PRESETS[one["target"]], PRESETS[name]
-            if rule in one and [*map(_sizes, pair)] == [_sizes(target), _sizes(draft)]:
+            if rule in one and (PRESETS[one["target"]], PRESETS[name]) == (target, draft):
                 return one[rule], one["k"], one["source"]
     return None
-
-
-def _sizes(config: LlamaConfig) -> tuple[object, ...]:
-    kind = type(config.head), config.pard_token is None
-    return kind, config.num_layers, config.embed_size, config.ffw_size
 
 
 def preset(name: str) -> LlamaConfig:

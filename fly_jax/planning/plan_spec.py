@@ -180,8 +180,10 @@ class PlanSpec:
     @property
     def accepted(self) -> tuple[float | None, str | None]:
         """The mean accepted tokens of a round, None where they are not known, and their source."""
-        rule, pair = type(self.rounds.rule).__name__.lower(), (self.target, self.draft)
-        return _accepted(self.mean_accepted_tokens, pair, rule, self.num_speculative_tokens)
+        known = {} if self.rounds.sampling else {"exact": Exact(), "fly": Fly()}
+        rule = next((name for name, one in known.items() if one == self.rounds.rule), "none")
+        pair, k = (self.target, self.draft), self.num_speculative_tokens
+        return _accepted(self.mean_accepted_tokens, pair, rule, k)
 
     @property
     def level_accepted(self) -> tuple[float | None, str | None]:

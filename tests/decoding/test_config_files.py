@@ -207,7 +207,8 @@ def test_rules_that_are_objects_and_numbers_of_numpy() -> None:
     config = DecodingConfig(rule=Fly(0.2, 2))
     assert_refused("window_size was given beside", config.replace, window_size=3)
     assert_refused("window_size was given beside", DecodingConfig, rule=Fly(), window_size=3)
-    assert config.replace(rule="fly", window_size=3).replace(rule=Fly()).to_rule() == Fly()
+    tuned = config.replace(rule="fly", window_size=3).replace(rule=Fly())
+    assert (tuned.to_rule(), tuned.replace(rule="fly").to_rule()) == (Fly(), Fly(window_size=3))
     assert_refused("one number for each", config.replace, rule=Fly(np.float32([0.1, 0.2]), 2))
     assert_refused("which is not loosened", config.replace, rule=Rule())
     twice = {"temperature": 0.3, "sampling": Sampling(0.5)}

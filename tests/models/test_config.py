@@ -258,6 +258,13 @@ def test_a_head_may_have_a_window_where_its_layer_is_a_llamas() -> None:
     assert config_of(NESTED | {"transformer_layer_config": layer}).windowed_layers == (0,)
 
 
+def test_whether_a_window_is_causal_is_said_by_each_form_in_its_own_way() -> None:
+    heads = (config_of(one).head for one in (DFLASH, DFLASH | {"is_causal": False}, DSPARK))
+    assert [(one.causal_windows, one.windows_from_block) for one in heads] == [
+        (True, False), (False, False), (False, False)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     (NESTED | {"speculators_version": "1.0"}, "version 1.0"),
     (NESTED | {"speculators_model_type": "mtp"}, '"mtp"'),
@@ -269,7 +276,7 @@ def test_a_head_may_have_a_window_where_its_layer_is_a_llamas() -> None:
     (DSPARK | {"target_layer_ids": None}, "target_layer_ids=null"),
     (DSPARK | {"markov_head_type": "rnn"}, "markov_head_type"),
     (DFLASH | {"dflash_config": {"projector_type": "domino"}}, "projector_type"),
-    (DFLASH | {"dflash_config": {"causal": True}}, "causal=true"),
+    *((DFLASH | {name: {"causal": True}}, "causal=") for name in ("dflash_config", "is_causal")),
     (NESTED | {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc"),
     (NAMED | {"num_hidden_layers": 4}, "num_hidden_layers=4"),
     (NAMED | {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config"),

@@ -163,8 +163,7 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
             f"the target's layers, a block of at least {least} tokens and a mask token within its "
             f"vocabulary of {layer.get('vocab_size')}: correct config.json."
         )
-    # In z-lab's form a block that sees all of itself says so.
-    sees_all = is_dspark or own.get("is_causal") is False
+    sees_all = is_dspark or own.get("is_causal") is False  # as z-lab's form says
     sees_all = bool(own.get("sliding_window_non_causal")) if is_nested else sees_all
     has_confidence = is_dspark and bool(own.get("enable_confidence_head", is_nested))
     reads_markov = bool(own.get("confidence_head_with_markov", is_nested))

@@ -297,6 +297,7 @@ def beginning(
         head = Block(
             **shared, block_size=KINDS[kind].depth, mask_token=int(unknown[-1]),
             target_num_layers=last, anchor_predicts=True, markov_rank=_MARKOV_RANK,
+            windows_from_block=True,  # as in the form that it is written in
         )  # fmt: skip
     own = dataclasses.replace(own, tied_embeddings=False, head=head)
     return own, Start(*jax.tree.map(jnp.asarray, (have, frozen)))

@@ -5,10 +5,12 @@ small programs, and what they compute does not depend on how well LLVM does it. 
 disk: compiled so fast, a program takes as long to read as to compile.
 """
 
+import functools
 import gc
 import logging
 import os
 import shutil
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 
 # Tracing makes many objects and little garbage: the default of 700 takes a tenth of the time.
 gc.set_threshold(1_000_000, 20, 50)
+# Every HTTP client reads 140 certificates for its own, and no test needs one.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # from now on no command that a test runs in this process changes their number
 
@@ -58,6 +62,11 @@ _SLOW = (
     "docs/test_pages.py", "docs/test_notebook.py", "decoding/test_mesh_decoding.py",
     "decoding/test_steady_state.py",
 )  # fmt: skip
+
+
+def pytest_sessionfinish() -> None:
+    """Leaves what is still there to the end of the process: looking through it takes seconds."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

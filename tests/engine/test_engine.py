@@ -133,7 +133,7 @@ def test_earlier_answers_are_kept_in_the_order_in_which_they_end(
 ) -> None:
     """But those of requests with a salt, and of cancelled ones; rounds of few slots have all."""
     spec = KINDS["lookup alone"].spec.with_static(lookup=Lookup(num_earlier_tokens=64))
-    kind = replace(KINDS["lookup alone"], spec=spec, num_slots=4)
+    kind = replace(KINDS["lookup alone"], spec=spec, num_slots=2)
     engine, answers, found = engine_for(kind), [-1] * 64, list[RequestState]()
     engine.warm_up()
     compilations()

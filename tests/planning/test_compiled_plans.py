@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rounds import BY_LIBTPU, repeated
+from rounds import BY_LIBTPU, copied, repeated, round_hlo
 
 from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import INT8, parameter_specs
@@ -16,8 +16,8 @@ from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.layouts import Layouts
 from fly_jax.models.presets import preset
 from fly_jax.planning import planner
-from fly_jax.planning.hlo import frames, parse
-from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
+from fly_jax.planning.hlo import exchanges, frames, parse
+from fly_jax.planning.plan_spec import PlanSpec, abstract_model, slice_mesh
 from fly_jax.planning.plan_steps import STEPS, Step, compiled_steps
 from fly_jax.planning.planner import Plan, make_plan, table
 from fly_jax.sharding.chips import CHIPS
@@ -108,6 +108,18 @@ def test_a_layer_of_one_row_exchanges_twice(name: str, tokens: int) -> None:
     assert {one.shapes for one in in_layers} == {((1, tokens, LARGE.embed_size),)}
     assert {one.count for one in found if one not in in_layers} == {1}
     assert len(found) <= 2 + 5, "the embedding, and a few numbers of evidence per position"
+
+
+def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
+    layout = Layout(slice_mesh(V5E, MESH), RULES["tensor_whole"])
+    models = [abstract_model(one, layout) for one in (LARGE, SMALL)]
+    sizes = {"rows": 1, "context": 8192, "num_speculative_tokens": K}
+    hlo, capacity = round_hlo("sampled", models, **sizes)
+    assert not repeated(copied(hlo, models, 1, capacity))
+    sent = [exchanges(hlo, layout.mesh.size), steps_of("bfloat16")["round"].exchanges]
+    sampled, greedy = (sum(one.count for one in some) for some in sent)
+    # K passes of the draft, and the target's, whose rejection of draft tokens takes one more.
+    assert 0 < sampled - greedy <= 4 * (K + 1) + 1
 
 
 def test_a_layer_of_split_rows_exchanges_four_times_and_of_split_positions_five() -> None:

@@ -48,7 +48,7 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
 @pytest.mark.parametrize(
     ("name", "target", "draft", "where"),
     [
-        *((name, LARGE, SMALL, "v5e 8x8") for name in ("exact", "sampled", "auto")),
+        ("auto", LARGE, SMALL, "v5e 8x8"),
         ("exact", LARGE, "pard-llama-3.2-1b", "v5e 8x8"),
         ("lookup", SMALL, "pard-llama-3.2-1b", "v5e 2x2"),  # which rests where that drafts
         ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "v5e 2x2"),
@@ -68,10 +68,3 @@ def test_no_copies_and_two_sums_a_layer(name: str, target: str, draft: str, wher
         layers = preset(model).num_layers
         of_layers = [one.kind for one in sent if one.count == layers]
         assert of_layers == ["all-reduce"] * 2 * number, model
-
-
-def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
-    sent = [compiled(name, LARGE, SMALL, "v5e 8x8")[1] for name in ("exact", "sampled")]
-    greedy, sampled = (sum(one.count for one in some) for some in sent)
-    # 5 passes of the draft, and the target's, whose rejection of draft tokens takes one more.
-    assert sampled - greedy <= 4 * (5 + 1) + 1

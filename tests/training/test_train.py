@@ -212,11 +212,11 @@ def test_a_head_learns_its_teachers_text(
     arguments = [
         "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
         f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
-        "--batch_size=3", "--num_steps=30", "--tokens_per_step=1024", "--dtype=float32",
+        "--batch_size=3", "--num_steps=15", "--tokens_per_step=1024", "--dtype=float32",
     ]  # fmt: skip
     error = ran(*arguments).err
     assert f"{VOCAB_SIZE // 2 - 1} of {VOCAB_SIZE} tokens" in error
-    (foretold,) = re.findall(r"Step 30: (.*) mean accepted tokens", error)
+    (foretold,) = re.findall(r"Step 15: (.*) mean accepted tokens", error)
     pair = fly_jax.load_pair(folders[0], tmp_path / kind, dtype="float32")
     texts, sizes = folders[1].read_text().splitlines(), {"max_new_tokens": 24, "batch_size": 3}
     exact = fly_jax.generate(pair, texts, rule="exact", num_speculative_tokens=4, **sizes)
@@ -228,7 +228,7 @@ def test_a_head_learns_its_teachers_text(
     assert exact[0].num_rounds == pytest.approx(rounds, abs=1.01)
     # Started again there is nothing left to do.
     monkeypatch.setattr(expectations, "_read_along", None)
-    assert "has had its 30 steps; nothing was left to train" in ran(*arguments).err
+    assert "has had its 15 steps; nothing was left to train" in ran(*arguments).err
     # What another teacher, or this one with other prompts, has said is not mixed with it.
     other = tmp_path / "other.txt"
     other.write_text("Ada\n")

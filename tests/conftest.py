@@ -2,8 +2,11 @@
 
 All is set before any JAX backend exists. Nearly all the time of the tests is that of compiling
 small programs, and what they compute does not depend on how well LLVM does it. None is kept on
-disk: compiled so fast, a program takes as long to read as to compile.
+disk: compiled so fast, a program takes as long to read as to compile. Most imports are in fixtures,
+since the process that hands out the tests reads this file as well, while the others wait for it.
 """
+
+from __future__ import annotations
 
 import functools
 import gc
@@ -13,7 +16,7 @@ import shutil
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -28,13 +31,12 @@ import shape_checks
 
 shape_checks.install()
 
-from launch_types import Captured, Folders, Ran, Refused  # noqa: E402
-from tiny_pair import TEMPLATE, write_pair  # noqa: E402
+if TYPE_CHECKING:
+    from launch_types import Captured, Folders, Ran, Refused
 
-from fly_jax.decoding.pair import Pair, load_pair  # noqa: E402
-from fly_jax.decoding.programs import Programs  # noqa: E402
-from fly_jax.decoding.state import DecodeState  # noqa: E402
-from fly_jax.launch.__main__ import main  # noqa: E402
+    from fly_jax.decoding.pair import Pair
+    from fly_jax.decoding.programs import Programs
+    from fly_jax.decoding.state import DecodeState
 
 # A module in one piece: cutting it into pieces for more cores is work of its own. Reductions are
 # not split into two kernels, which would run faster: that is a quarter of a round's compile time.
@@ -82,12 +84,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    from tiny_pair import write_pair
+
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
 def chatty_pair(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """That pair; the target has a chat template."""
+    from tiny_pair import TEMPLATE
+
     target = shutil.copytree(tiny_pair[0], tmp_path_factory.mktemp("chat") / "target")
     (target / "chat_template.jinja").write_text(TEMPLATE)
     return target, tiny_pair[1]
@@ -95,6 +101,8 @@ def chatty_pair(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def pair(tiny_pair: Folders) -> Pair:
+    from fly_jax.decoding.pair import load_pair
+
     return load_pair(*tiny_pair, dtype="float32")
 
 
@@ -132,6 +140,7 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list
 @pytest.fixture
 def ran(capsys: Captured) -> Ran:
     """Runs a command line that must end with this status; gives its `out` and its `err`."""
+    from fly_jax.launch.__main__ import main
 
     def run(*arguments: str, status: int = 0) -> Any:
         capsys.readouterr()
@@ -142,17 +151,16 @@ def ran(capsys: Captured) -> Ran:
 
 
 @pytest.fixture
-def refused(capsys: Captured) -> Refused:
+def refused(ran: Ran) -> Refused:
     """Runs a command line that must end with status 2 and one sentence, and returns that."""
 
     def run(*arguments: str, words: Sequence[str] = ()) -> str:
-        assert main(arguments) == 2
-        out, sentence = capsys.readouterr()
+        out, sentence = ran(*arguments, status=2)
         assert (out, sentence.count("\n"), sentence[-2:]) == ("", 1, ".\n")
         assert "Traceback" not in sentence
         for word in words:
             assert word in sentence
-        return sentence
+        return str(sentence)
 
     return run
 
@@ -160,33 +168,30 @@ def refused(capsys: Captured) -> Refused:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and tokens of each row, of every pass that has run some of a prompt."""
-    found: list[tuple[int, int]] = []
-    prefill_chunk = Programs.prefill_chunk
-
-    def running(
-        self: Programs, state: DecodeState, size: int, *rest: int, **given: bool
-    ) -> DecodeState:
-        if not self._traces:
-            found.append((len(state.length), size))
-        return prefill_chunk(self, state, size, *rest, **given)
-
-    monkeypatch.setattr(Programs, "prefill_chunk", running)
-    return found
+    return _watched(
+        monkeypatch, "prefill_chunk", lambda before, _, size, *rest: (len(before.length), size)
+    )
 
 
 @pytest.fixture
 def dispatches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DecodeState, DecodeState]]:
     """The state before and after every dispatch of rounds."""
-    found: list[tuple[DecodeState, DecodeState]] = []
-    run = Programs.run
+    return _watched(monkeypatch, "run", lambda before, result, *rest: (before, result[0]))
 
-    def running(self: Programs, state: DecodeState, *rest: Any) -> tuple[DecodeState, Any]:
-        result = run(self, state, *rest)
+
+def _watched(monkeypatch: pytest.MonkeyPatch, name: str, seen: Callable[..., Any]) -> list[Any]:
+    """What is seen of each call of a method of Programs that is not a trace."""
+    from fly_jax.decoding.programs import Programs
+
+    found, method = list[Any](), getattr(Programs, name)
+
+    def watched(self: Programs, state: DecodeState, *rest: Any, **given: Any) -> Any:
+        result = method(self, state, *rest, **given)
         if not self._traces:
-            found.append((state, result[0]))
+            found.append(seen(state, result, *rest))
         return result
 
-    monkeypatch.setattr(Programs, "run", running)
+    monkeypatch.setattr(Programs, name, watched)
     return found
 
 

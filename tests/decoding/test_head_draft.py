@@ -32,8 +32,7 @@ from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Verdict
 
-PAIR = 2
-LIMIT = pairs.MOST_TOKENS
+PAIR, LIMIT = 2, pairs.MOST_TOKENS
 GIVEN = (PROMPTS, LIMIT)
 _NOTHING = jnp.zeros((1, 1), jnp.int32)
 VERDICT = Verdict(_NOTHING[0], _NOTHING[0], _NOTHING[0], _NOTHING, _NOTHING[0])  # is not read

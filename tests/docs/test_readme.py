@@ -27,8 +27,7 @@ COMMANDS = [
     for command in re.split("\n|&&", block.strip())
     if not command.strip().startswith(("pip install", "pytest"))  # which CI itself does
 ]
-LAUNCH = "python -m fly_jax.launch"
-PROMPTS = ["import os\n", "def main():\n", "class Path:\n"]
+LAUNCH, PROMPTS = "python -m fly_jax.launch", ["import os\n", "def main():\n", "class Path:\n"]
 
 
 @pytest.fixture

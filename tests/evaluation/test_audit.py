@@ -104,8 +104,7 @@ FEW = "1 of 4 prompts"
 
 @pytest.mark.parametrize(
     ("lines", "left_out", "prompts", "words"),
-    # In the middle of the last line: all other prompts are there. And what Ctrl-C leaves: only the
-    # number of prompts says that some are missing.
+    # In the last line; and what Ctrl-C leaves, of which the number of prompts alone says so.
     [(10, 1, 3, "breaks off"), (10, 40, 3, "breaks off"), (6, 0, 1, FEW), (4, 0, 1, FEW)],
 )
 def test_a_stopped_run(path: Path, lines: int, left_out: int, prompts: int, words: str) -> None:

@@ -55,10 +55,9 @@ def test_fields_that_old_files_lack_or_that_say_nothing() -> None:
     assert config_of({**FIELDS, "rope_scaling": None, "partial_rotary_factor": 1}) == plain
 
 
-@pytest.mark.parametrize(
-    ("of_config", "of_generation", "merged"),
-    [(2, [2, 5], (2, 5)), ([2, 5], 7, (2, 5, 7)), (None, [9], (9,)), (2, None, (2,))],
-)
+@pytest.mark.parametrize(("of_config", "of_generation", "merged"), [
+    (2, [2, 5], (2, 5)), ([2, 5], 7, (2, 5, 7)), (None, [9], (9,)), (2, None, (2,)),
+])  # fmt: skip
 def test_end_of_text_ids_are_merged(
     tmp_path: Path, of_config: object, of_generation: object, merged: tuple[int, ...]
 ) -> None:

@@ -113,8 +113,7 @@ def test_a_layer_of_one_row_exchanges_twice(name: str, tokens: int) -> None:
 def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
     layout = Layout(slice_mesh(V5E, MESH), RULES["tensor_whole"])
     models = [abstract_model(one, layout) for one in (LARGE, SMALL)]
-    sizes = {"rows": 1, "context": 8192, "num_speculative_tokens": K}
-    hlo, capacity = round_hlo("sampled", models, **sizes)
+    hlo, capacity = round_hlo("sampled", models, rows=1, context=8192, num_speculative_tokens=K)
     assert not repeated(copied(hlo, models, 1, capacity))
     sent = [exchanges(hlo, layout.mesh.size), steps_of("bfloat16")["round"].exchanges]
     sampled, greedy = (sum(one.count for one in some) for some in sent)

@@ -236,10 +236,9 @@ def test_a_head_learns_its_teachers_text(
     assert "the answers of a run with another --prompts_file (or --chat, --system); give" in said
 
 
-@pytest.mark.parametrize(
-    ("kind", "fixture", "beside"),
-    [("eagle3", "eagle3/speculators", set()), ("dspark", "block/speculators", OF_DSPARK_ALONE)],
-)
+@pytest.mark.parametrize(("kind", "fixture", "beside"), [
+    ("eagle3", "eagle3/speculators", set()), ("dspark", "block/speculators", OF_DSPARK_ALONE),
+])  # fmt: skip
 def test_a_head_is_written_as_speculators_reads_it(
     model: Llama, tmp_path: Path, kind: str, fixture: str, beside: set[str]
 ) -> None:

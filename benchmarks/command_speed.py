@@ -1,18 +1,20 @@
 """The command's decoding speed in two checkouts, in turns: has a change made it slower?
 
-    git worktree add ../before 9c5e518
-    python benchmarks/command_speed.py --before ../before --after .
+    git worktree add ../before 9c5e518; git worktree add ../again HEAD
+    python benchmarks/command_speed.py --before ../before --again ../again --turns 24
 
 Each turn is a process of one checkout that decodes the same held-out word problems, one at a time,
 with the embedded pair. What is counted is each record's `tokens_per_second`, which is without what
-the prompt takes. Before the turns each process runs once to compile. Writes
-results/command_speed.json; run nothing else meanwhile.
+the prompt takes. Before the turns each process runs once to compile. Processes of one commit differ
+by several percent, whichever runs first: a second checkout of it (`--again`) shows by how much.
+Writes results/command_speed.json; run nothing else meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -21,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from absl import app, flags
+from absl import flags
 from texts import MAX_NEW_TOKENS, word_problems
 
 _BEFORE = flags.DEFINE_string("before", None, "a checkout")
 _AFTER = flags.DEFINE_string("after", str(Path(__file__).parents[1]), "another one")
-_TURNS = flags.DEFINE_integer("turns", 4, "measurements of each", lower_bound=1)
-_PROMPTS = flags.DEFINE_integer("num_problems", 40, "to decode", lower_bound=1)
+_AGAIN = flags.DEFINE_string("again", None, "a second checkout of the commit of --after")
+_TURNS = flags.DEFINE_integer("turns", 4, "measurements of each", lower_bound=2)
+_NUM_PROBLEMS = 40
 
 WAYS = {"exact, K = 9": ("exact", 9), "fly, K = 15": ("fly", 15)}
 
@@ -54,32 +57,38 @@ def _speed(records: list[dict[str, Any]]) -> float:
     )
 
 
+def _ratio(speeds: list[float], before: list[float]) -> tuple[float, float]:
+    """The mean of the turns' ratios and its standard error."""
+    ratios = [one / other for one, other in zip(speeds, before, strict=True)]
+    return statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+
+
 def _commit(checkout: Path) -> str:
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
-    if _BEFORE.value is None:
-        raise app.UsageError("--before needs the checkout of another version.")
-    checkouts = {"before": Path(_BEFORE.value).resolve(), "after": Path(_AFTER.value).resolve()}
-    worded, found = word_problems("held_out", _PROMPTS.value), dict[str, Any]()
+    given = {"before": _BEFORE.value, "after": _AFTER.value, "again": _AGAIN.value}
+    checkouts = {side: Path(folder).resolve() for side, folder in given.items() if folder}
+    worded, found = word_problems("held_out", _NUM_PROBLEMS), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": one.prompt}) + "\n" for one in worded))
         for way in WAYS:
             first = {side: _decoded(one, prompts, way) for side, one in checkouts.items()}
             turns: dict[str, list[float]] = {side: [] for side in checkouts}
-            for turn in range(_TURNS.value):
-                for side in list(checkouts)[:: -1 if turn % 2 else 1]:
+            for _ in range(_TURNS.value):
+                for side in random.sample(list(checkouts), len(checkouts)):
                     turns[side].append(_speed(_decoded(checkouts[side], prompts, way)))
-            medians = {side: statistics.median(speeds) for side, speeds in turns.items()}
             tokens = [[one["token_ids"] for one in records] for records in first.values()]
             found[way] = {
                 "tokens_per_second": turns,
-                "medians": medians,
-                "ratio": medians["after"] / medians["before"],
-                "same_tokens": sum(a == b for a, b in zip(*tokens, strict=True)),
+                "medians": {side: statistics.median(speeds) for side, speeds in turns.items()},
+                "over_before": {side: _ratio(turns[side], turns["before"]) for side in checkouts},
+                "same_tokens": sum(
+                    all(one == same[0] for one in same) for same in zip(*tokens, strict=True)
+                ),
             }
             print(way, found[way], flush=True)
     commits = {side: _commit(one) for side, one in checkouts.items()}
@@ -87,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    flags.mark_flag_as_required("before")
     machine.run(main)

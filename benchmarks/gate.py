@@ -36,13 +36,9 @@ def _found(
 ) -> dict[str, Any]:
     start = time.perf_counter()
     gate = find_gate(
-        pair,
-        ids,
-        config,
-        Bound("disagreement", limit),
-        max_new_tokens=MAX_NEW_TOKENS,
+        pair, ids, config, Bound("disagreement", limit), max_new_tokens=MAX_NEW_TOKENS,
         batch_size=FLAGS.batch_size,
-    )
+    )  # fmt: skip
     print(gate.summary(), flush=True)
     return {
         "rule": config.rule,
@@ -64,17 +60,13 @@ def main() -> None:
     worded = word_problems("held_out", FLAGS.num_prompts)
     ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
     base = load_config(CONFIG)
-    found = [
-        _found(pair, ids, base.replace(rule=rule), limit) for rule in RULES for limit in LIMITS
-    ]
+    rules = [base.replace(rule=rule) for rule in RULES]
+    found = [_found(pair, ids, one, limit) for one in rules for limit in LIMITS]
     result = {
         "command": f"python benchmarks/gate.py --batch_size={FLAGS.batch_size}",
-        "num_prompts": len(ids),
-        "batch_size": FLAGS.batch_size,
-        "num_speculative_tokens": base.num_speculative_tokens,
-        "max_new_tokens": MAX_NEW_TOKENS,
-        "found": found,
-    }
+        "num_prompts": len(ids), "batch_size": FLAGS.batch_size, "found": found,
+        "num_speculative_tokens": base.num_speculative_tokens, "max_new_tokens": MAX_NEW_TOKENS,
+    }  # fmt: skip
     print(machine.write("gate", result))
 
 

@@ -25,7 +25,6 @@ from fly_jax.decoding.pair import load_pair
 from fly_jax.engine.engine import Engine
 
 _TARGET = flags.DEFINE_string("target", None, "the target")
-_DTYPE = flags.DEFINE_string("dtype", "int8", "of the weights")
 _PROMPTS = flags.DEFINE_multi_string("prompts_file", None, "JSON lines with prompts")
 _CAPACITY, _NEW_TOKENS, _SLOTS = 2048, 128, 8
 _find = jax.jit(look_up, static_argnums=(0, 3))
@@ -43,8 +42,8 @@ def kept_by_match(prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[in
 
 def main() -> None:
     """Decodes every file's prompts and counts."""
-    pair = load_pair(_TARGET.value, dtype=_DTYPE.value)
-    results: dict[str, Any] = {"target": _TARGET.value, "dtype": _DTYPE.value, "files": {}}
+    pair = load_pair(_TARGET.value, dtype="int8")
+    results: dict[str, Any] = {"target": _TARGET.value, "dtype": "int8", "files": {}}
     for file in _PROMPTS.value:
         most = _CAPACITY - _NEW_TOKENS
         prompts = [prompt for prompt in conversations(pair, file) if len(prompt) < most]

@@ -23,7 +23,7 @@ setup(
     include_package_data=False,
     package_data={
         # fly_jax/configs is a link to configs/; a built wheel carries the files themselves.
-        "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
+        "fly_jax": ["py.typed", "__init__.pyi", "configs/*.toml", "configs/*.json"],
         "fly_jax.models": ["embedded/**/*", "presets.toml"],
         "fly_jax.models.checkpoints": ["hugging_face.toml"],
         "fly_jax.evaluation": ["colours.css"],
@@ -39,6 +39,7 @@ setup(
         "jax>=0.10",
         "jaxtyping>=0.3",
         "jinja2>=3.1",  # chat templates, and the page of an audit
+        "lazy-loader>=0.4",
         "ml-dtypes>=0.5",
         "numpy>=2.0",
         "optax>=0.2.6",

@@ -508,19 +508,12 @@ def from_reference_json(values: Any) -> DecodingConfig:
     )  # fmt: skip
 
 
+# Of these spd_k must be given, and win_len with enable_fly.
 _REFERENCE_DEFAULTS: dict[str, Any] = {
-    "spd_k": 0,  # must be given
-    "enable_fly": False,
-    "win_len": 0,  # must be given with enable_fly
-    "entropy_thre": 0.0,
-    "abla_no_window": False,
-    "use_ngram": False,
-    "max_ngram_size": 3,
-    "num_ngram_pred_tokens": 10,
-    "temperature": 0.0,
-    "dual_tok": False,
-    "use_sd": True,
-}
+    "spd_k": 0, "enable_fly": False, "win_len": 0, "entropy_thre": 0.0, "abla_no_window": False,
+    "use_ngram": False, "max_ngram_size": 3, "num_ngram_pred_tokens": 10, "temperature": 0.0,
+    "dual_tok": False, "use_sd": True,
+}  # fmt: skip
 _REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
 
 

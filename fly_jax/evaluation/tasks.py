@@ -105,8 +105,7 @@ def _tests(record: Record) -> str:
 
 TASKS = {
     "problems": Task(
-        files=("problems.jsonl",),
-        fields={"prompt": str, "answer": str},
+        files=("problems.jsonl",), fields={"prompt": str, "answer": str},
         ask=lambda one: (
             f"{one['prompt'].removesuffix('Solution:')}\n"
             "Solve it step by step, and end with a line such as: Answer: 7"
@@ -115,9 +114,8 @@ TASKS = {
         max_new_tokens=128, built_in=BUILT_IN,
     ),
     "humaneval": Task(
-        files=("HumanEval.jsonl.gz", "HumanEval.jsonl"),
+        files=("HumanEval.jsonl.gz", "HumanEval.jsonl"), key="task_id",
         fields={"task_id": str, "prompt": str, "entry_point": str, "test": str},
-        key="task_id",
         ask=lambda one: (
             "Complete this Python function. Answer with the whole function in one block of code."
             f"\n\n```python\n{one['prompt']}```"
@@ -125,9 +123,8 @@ TASKS = {
         stops=_STATEMENTS, is_right=_passes_humaneval, runs_code=True,
     ),
     "mbpp": Task(
-        files=("mbpp.jsonl", "mbpp.jsonl.gz"),
+        files=("mbpp.jsonl", "mbpp.jsonl.gz"), key="task_id",
         fields={"task_id": int, "text": str, "test_list": list, "test_setup_code": str},
-        key="task_id",
         ask=lambda one: (
             f"{one['text']}\n\nThe Python code has to pass these tests:\n\n```python\n"
             f"{_tests(one)}\n```\n\nAnswer with one block of code."
@@ -139,8 +136,7 @@ TASKS = {
         ),
     ),
     "gsm8k": Task(
-        files=("gsm8k.jsonl", "test.jsonl"),
-        fields={"question": str, "answer": str},
+        files=("gsm8k.jsonl", "test.jsonl"), fields={"question": str, "answer": str},
         ask=lambda one: (
             f"{one['question']}\n\nSolve it step by step, and end with a line of #### and the "
             "number alone, such as: #### 7"

@@ -61,19 +61,13 @@ def main(arguments: Sequence[str]) -> None:
     (folder / f"{_NAME}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     if speed:
         tables = {"Speed beside quality": _speed_table(speed)} | tables
+    given = ((runs.folders[name], name, found["tasks"]) for name, found in qualities.items())
     page = rendered(
-        "report.html",
-        title=f"Speed and quality: {folder.resolve().name}",
-        tables=tables,
-        machines=runs.machines,
-        is_beside=any(name.startswith(_BESIDE) for name in tables),
+        "report.html", title=f"Speed and quality: {folder.resolve().name}", tables=tables,
+        machines=runs.machines, is_beside=any(name.startswith(_BESIDE) for name in tables),
         margin=values.margin,
-        changed=[
-            one
-            for name, found in qualities.items()
-            for one in _changed(runs.folders[name], name, found["tasks"], values.items)
-        ],
-    )
+        changed=[change for one in given for change in _changed(*one, values.items)],
+    )  # fmt: skip
     path = folder / f"{_NAME}.html"
     path.write_text(page, encoding="utf-8", errors="replace")
     out = sys.stderr if values.json else sys.stdout

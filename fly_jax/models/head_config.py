@@ -170,16 +170,12 @@ def _read_block(fields: Given, layer: Given, source: str, *, is_nested: bool) ->
     return Block(
         target_embed_size=int(fields.get("target_hidden_size") or layer.get("hidden_size", 0)),
         layers=tuple(int(one) + (not is_nested) for one in listed or ()) or None,
-        block_size=int(block),  # type: ignore[arg-type]
-        mask_token=int(mask),  # type: ignore[arg-type]
-        target_num_layers=own.get("num_target_layers"),
-        anchor_predicts=bool(own.get("sample_from_anchor", is_dspark)),
-        markov_rank=rank,
-        has_confidence=has_confidence,
+        block_size=int(block), mask_token=int(mask),  # type: ignore[arg-type]
+        target_num_layers=own.get("num_target_layers"), has_confidence=has_confidence,
+        anchor_predicts=bool(own.get("sample_from_anchor", is_dspark)), markov_rank=rank,
         confidence_reads_markov=has_confidence and reads_markov and rank > 0,
-        causal_windows=not sees_all,
-        windows_from_block=is_nested,
-    )
+        causal_windows=not sees_all, windows_from_block=is_nested,
+    )  # fmt: skip
 
 
 def written_head(head: TargetHead, layer: Given, draft_vocab_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Products of integers on a CPU: of activations that are rounded token by token."""
+"""Products of integers: of activations that are rounded token by token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,24 +61,20 @@ def signed(matrix: Numbers) -> Numbers:
     return (matrix ^ np.uint8(_SIGN)).view(jnp.int8) if matrix.dtype == jnp.uint8 else matrix
 
 
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
 def of_integers(
-    x: Float[Array, "rows time *in"], matrix: Matrix, scale: Float32[Array, "*out"],
-    dtype: DTypeLike | None = None,
+    x: Float[Array, "rows time *in"], matrix: Matrix | Sequence[Matrix],
+    scale: Float32[Array, "*out"] | Sequence[Float32[Array, "*out"]],
+    dtype: DTypeLike | None = None, chosen: Index | None = None,
 ) -> Float[Array, "rows time *out"]:  # fmt: skip
     """Multiplies activations, rounded to int8 with a scale for each token, by a matrix [*out, *in].
 
-    The matrix is int8, or `unsigned`. The sums are integers, and so exact: a token's result depends
-    neither on the number of others nor on that. XLA's CPU compiler is fast with two rows and more.
+    The matrix is int8, or `unsigned`; or the `chosen` one of several, which is not copied. The sums
+    are integers, and so exact: a token's result depends neither on the number of others nor on
+    that. XLA's CPU compiler is fast with two rows and more.
     """
-    return of_chosen(x, [matrix], [scale], jnp.int32(0), dtype)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")  # traced once for matrices that are alike
-def of_chosen(
-    x: Float[Array, "rows time *in"], matrices: Sequence[Matrix],
-    scales: Sequence[Float32[Array, "*out"]], chosen: Index, dtype: DTypeLike | None = None,
-) -> Float[Array, "rows time *out"]:  # fmt: skip
-    """Multiplies as `of_integers` by one of several matrices, which is not copied."""
+    several: Any = ([matrix], [scale]) if chosen is None else (matrix, scale)
+    matrices, scales = several
     tokens = x.shape[0] * x.shape[1]
     rows = quantize(x.reshape(tokens, -1).astype(jnp.float32), jnp.int8, channelwise_axes=[0])
     # Several tokens are multiplied at a time, and long rows are read up to twice as fast as short:
@@ -115,9 +111,24 @@ def of_chosen(
         return jax.lax.optimization_barrier(sums * scale[:, None] * of_tokens.T)
 
     each = [functools.partial(of, *one) for one in zip(matrices, scales, strict=True)]
-    outputs = jax.lax.switch(chosen, each, integers, rows.scale, surplus)
+    which = jnp.int32(0) if chosen is None else chosen
+    outputs = jax.lax.switch(which, each, integers, rows.scale, surplus)
     outputs = outputs if is_wide else outputs.T
     return outputs.reshape(*x.shape[:2], *scales[0].shape).astype(dtype or x.dtype)
+
+
+def behind(
+    equation: str, x: Float[Array, "rows time *in"], matrix: Int8[Array, "*size"],
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "rows time *out"]:  # fmt: skip
+    """Multiplies as `of_integers`, but for the outputs' scale, by a matrix that lies [*in, *out].
+
+    So TPUs multiply fastest. The equation is that of the product.
+    """
+    rows = quantize(x.astype(jnp.float32), jnp.int8, channelwise_axes=[0, 1])
+    sums = jnp.einsum(equation, rows.qvalue, matrix, preferred_element_type=jnp.int32)
+    scale = rows.scale.reshape(*x.shape[:2], *(1,) * (sums.ndim - 2))
+    return (sums * scale).astype(dtype or x.dtype)
 
 
 def _dot(

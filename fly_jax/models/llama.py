@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as InMemory
 from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
@@ -28,7 +30,7 @@ from fly_jax.models.attention import (
     rotation,
 )
 from fly_jax.models.cache import KVCache, NewEntries
-from fly_jax.models.integers import multiplies_unsigned, of_chosen, of_integers, signed, unsigned
+from fly_jax.models.integers import behind, multiplies_unsigned, of_integers, signed, unsigned
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, Tokens
 from fly_jax.sharding.rules import Layout
 
@@ -42,13 +44,32 @@ _CACHED_BYTES = 2**26
 _STEPS = (1, 4, 8)  # in which their number grows
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
 _MOST_UNSTACKED_LAYERS = 32
+_LANES = 128  # of a TPU's memory: smaller heads would be padded to them
 # Weights of so many bytes make a model large: its programs compile long and its rounds take long.
 LARGE_BYTES = 2**30
 
 
-def matmul(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None) -> Array:
-    """Multiplies activations by a matrix; the result has `dtype`, or the activations' type."""
-    return jnp.einsum(equation, x, matrix.astype(x.dtype), preferred_element_type=dtype)
+def matmul(
+    equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None, *, rounds: bool = False
+) -> Array:
+    """Multiplies activations by a matrix; the result has `dtype`, or the activations' type.
+
+    TPUs multiply a token twice: with one alone their compiler takes the vector unit, by its own
+    estimate for two to four times as long. With `rounds` they multiply integers by integers.
+    """
+
+    def widened(x: Array, matrix: Array) -> Array:
+        return jnp.einsum(equation, x, matrix.astype(x.dtype), preferred_element_type=dtype)
+
+    def on_tpu(x: Array, matrix: Array) -> Array:
+        given = jnp.concatenate([x, x], axis=1) if is_alone else x
+        found = widened(given, matrix) if not rounds else behind(equation, given, matrix, dtype)
+        return found[:, :1] if is_alone else found
+
+    is_alone = x.shape[0] * x.shape[1] == 1
+    if not (is_alone or rounds):
+        return widened(x, matrix)
+    return cast(Array, jax.lax.platform_dependent(x, matrix, tpu=on_tpu, default=widened))
 
 
 def turns_layers(config: LlamaConfig, dtype: DTypeLike, *, has_integers: bool) -> bool:
@@ -159,8 +180,8 @@ class Llama(nnx.Module):
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer, its matrices as `turns_layers` says.
 
-    Matrices of integers stay so on the device: a product widens them as it reads them, or,
-    `unstacked`, rounds the activations (`of_integers`), and they may be `unsigned`.
+    Matrices of integers stay so on the device: a product widens them as it reads them, or, on a
+    TPU and `unstacked`, rounds the activations (`of_integers`). Unstacked they may be `unsigned`.
     """
 
     embedding: nnx.Param
@@ -391,10 +412,14 @@ class Llama(nnx.Module):
         def of(equation: str, x: Array, name: str) -> Array:
             matrix, scale = weights[name], weights.get(scale_of(name))
             if layer is not None:
-                return of_chosen(x, matrix, weights[scale_of(name)], layer, dtype)
+                return of_integers(x, matrix, scale, dtype, layer)
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
-                chosen = multiply or functools.partial(matmul, dtype=dtype)
+                spec, layout = parameter_specs(self.config)[name], self.layout
+                rounds = scale is not None and not is_grouped(matrix, scale)
+                # What to round by would be one more exchange.
+                rounds = rounds and not (layout is not None and layout.splits_inputs(spec))
+                chosen = multiply or functools.partial(matmul, dtype=dtype, rounds=rounds)
                 return product(equation, x, signed(matrix), scale, chosen)
             if scale is not None:
                 return of_integers(x, matrix, scale, dtype)
@@ -573,11 +598,19 @@ def _rms_norm(
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
-    """The sharding of a parameter: as the layout says, or on the first device."""
-    if layout is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return layout.sharding(spec.axes, spec.shape)
+def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding | Format:
+    """The place of a parameter: as the layout says, or on the first device.
+
+    In a TPU's memory heads come before inputs: a pass would copy each layer's matrix to have it so.
+    """
+    where: Sharding = SingleDeviceSharding(jax.devices()[0])
+    if layout is not None:
+        where = layout.sharding(spec.axes, spec.shape)
+    ahead = ("layers", "q_heads", "kv_heads")
+    order = sorted(range(len(spec.axes)), key=lambda at: spec.axes[at] not in ahead)
+    if order == sorted(order) or spec.shape[-1] % _LANES or _platform_of(where) != "tpu":
+        return where
+    return Format(InMemory(tuple(order)), where)
 
 
 def for_backend(model: Llama) -> Llama:
@@ -610,8 +643,11 @@ def lies_on_cpu(model: Llama) -> bool:
 def _platform(model: Llama) -> str:
     norm = model.final_norm.get_value()  # which every model has
     sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
-    if sharding is None:
-        return jax.default_backend()
-    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+    return jax.default_backend() if sharding is None else _platform_of(sharding)
+
+
+def _platform_of(where: Sharding) -> str:
+    if isinstance(getattr(where, "mesh", None), AbstractMesh):
         return ""  # nobody's devices
-    return next(iter(sharding.device_set)).platform
+    devices: set[Any] = where.device_set
+    return str(next(iter(devices)).platform)

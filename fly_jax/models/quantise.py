@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.experimental.layout import Format
+from jax.sharding import Sharding
 from jax.stages import Wrapped
 from jaxtyping import Array, Float, Float32, Int8
 
@@ -21,7 +22,7 @@ from fly_jax.models.architectures import (
     scale_of,
 )
 from fly_jax.models.integers import QArray, dequantize, quantize
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, parameter_sharding
 
 SELF = "self:"
 # A target's own matrices, rounded to draft for it; embedding, norms and unembedding are shared.
@@ -94,7 +95,7 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
     for name, spec in specs.items():
         names = (name, scale_of(name))
         both = [wanted[one] for one in names]
-        places = layout and tuple(layout.sharding(one.axes, one.shape) for one in both)
+        places = layout and tuple(parameter_sharding(layout, one) for one in both)
         stored = tuple(target.stack(one) if one in target.layers else None for one in names)
         # No more than one stack is in memory twice.
         rounded = jax.block_until_ready(_rounding(spec, matrices, held, places)(stored))
@@ -105,7 +106,7 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
 @functools.lru_cache(maxsize=64)
 def _rounding(
     spec: ParameterSpec, matrices: MatrixType, held: MatrixType,
-    places: tuple[NamedSharding, ...] | None,
+    places: tuple[Sharding | Format, ...] | None,
 ) -> Wrapped:  # fmt: skip
     """The program that rounds a stack of matrices, compiled once for all that are alike."""
     a_layer = functools.partial(_rounded, spec, matrices, held)

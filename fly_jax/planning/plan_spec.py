@@ -25,7 +25,7 @@ from fly_jax.models import architectures
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, parameter_sharding
 from fly_jax.models.presets import published_acceptance
 from fly_jax.models.quantise import check_self_draft
 from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes, mean_accepted
@@ -86,7 +86,7 @@ def abstract_model(
     """A model with shapes for parameters, on devices that need not be there."""
     parameters = {}
     for name, one in architectures.parameter_specs(config, matrices).items():
-        where = layout.sharding(one.axes, one.shape)
+        where = parameter_sharding(layout, one)
         parameters[name] = ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
     return Llama(config, parameters, layout)
 

@@ -66,7 +66,7 @@ class Plan:
         if not self.fits or draft is None or verify is None or alone is None:
             return None
         k, rows = self.spec.num_speculative_tokens, self.spec.rows
-        busy = verify.work.flops / self.spec.chip.flops / (k + 1)
+        busy = verify.work.arithmetic_seconds(self.spec.chip) / (k + 1)
         # Levels below shorten the draft of any K alike.
         head = self.spec.draft.head
         at_once = self.spec.draft.pard_token is not None or isinstance(head, Block)
@@ -124,42 +124,30 @@ class Plan:
     def to_dict(self) -> dict[str, object]:
         """The JSON object of the command."""
         spec, drafters = self.spec, self.drafters()
+        steps = {
+            step.name: {
+                "source": step.source, "peak_bytes_per_chip": step.peak_bytes,
+                "argument_bytes_per_chip": step.argument_bytes,
+                "temporary_bytes_per_chip": step.temporary_bytes,
+                "collectives": step.collectives(), "copies": step.copied(),
+                "flops": step.work.flops, "bytes_accessed": step.work.num_bytes,
+                "roofline_seconds": step.seconds, "compile_seconds": step.compile_seconds,
+            }
+            for step in self.steps
+        }  # fmt: skip
         return {
-            "fits": self.fits,
-            "chip": spec.chip.name,
-            "mesh": str(spec.mesh),
-            "dtype": "int8" if spec.int8 else "bfloat16",
-            "context": spec.context,
-            "batch_size": spec.rows,
-            "num_speculative_tokens": spec.num_speculative_tokens,
+            "fits": self.fits, "chip": spec.chip.name, "mesh": str(spec.mesh),
+            "dtype": "int8" if spec.int8 else "bfloat16", "context": spec.context,
+            "batch_size": spec.rows, "num_speculative_tokens": spec.num_speculative_tokens,
             "level_accepted_tokens": spec.level_accepted[0] if spec.below else None,
-            "draft_passes": spec.draft_passes,
-            "target_layout": self.layouts.target_rules,
+            "draft_passes": spec.draft_passes, "target_layout": self.layouts.target_rules,
             "draft_layout": self.layouts.draft_rules,
-            "chip_memory_bytes": int(spec.chip.memory_bytes),
-            "memory_per_chip": self.memory(),
-            "steps": {
-                step.name: {
-                    "source": step.source,
-                    "peak_bytes_per_chip": step.peak_bytes,
-                    "argument_bytes_per_chip": step.argument_bytes,
-                    "temporary_bytes_per_chip": step.temporary_bytes,
-                    "collectives": step.collectives(),
-                    "copies": step.copied(),
-                    "flops": step.work.flops,
-                    "bytes_accessed": step.work.num_bytes,
-                    "roofline_seconds": step.seconds,
-                    "compile_seconds": step.compile_seconds,
-                }
-                for step in self.steps
-            },
-            "speed": self.speed(),
+            "chip_memory_bytes": int(spec.chip.memory_bytes), "memory_per_chip": self.memory(),
+            "steps": steps, "speed": self.speed(),
             "drafters": None if drafters is None else dataclasses.asdict(drafters),
-            "largest_batch_size": self.largest_batch,
-            "largest_context": self.largest_context,
-            "remedies": list(self.remedies),
-            "replicated": self.replicated(),
-        }
+            "largest_batch_size": self.largest_batch, "largest_context": self.largest_context,
+            "remedies": list(self.remedies), "replicated": self.replicated(),
+        }  # fmt: skip
 
 
 def make_plan(spec: PlanSpec, progress: Callable[[str], None] = lambda _: None) -> Plan:

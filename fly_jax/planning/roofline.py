@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, parameter_specs
+from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_of
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.head_config import Block, Eagle3
@@ -30,12 +31,19 @@ class Work:
 
     flops: float
     num_bytes: float
+    integer_flops: float = 0.0  # those of `flops` that multiply int8 by int8
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
+        one, two = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Work(*map(operator.add, one, two))
 
     def __mul__(self, times: float) -> Work:
-        return Work(self.flops * times, self.num_bytes * times)
+        return Work(*(times * one for one in dataclasses.astuple(self)))
+
+    def arithmetic_seconds(self, chip: Chip) -> float:
+        """How long its operations take."""
+        integers = self.integer_flops / (chip.integer_flops or chip.flops)
+        return (self.flops - self.integer_flops) / chip.flops + integers
 
 
 def pass_work(
@@ -51,14 +59,19 @@ def pass_work(
     it reads as its own, and DSpark's bias is read for every token, one after the other.
     """
     if config.head is not None:
-        own = dataclasses.replace(config.head, has_embedding=True, has_unembedding=True)
-        config = dataclasses.replace(config, head=own)
+        whole = dataclasses.replace(config.head, has_embedding=True, has_unembedding=True)
+        config = dataclasses.replace(config, head=whole)
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
-    matrices, specs = 0, parameter_specs(config)
+    matrices, integers, specs = 0, 0, parameter_specs(config)
+    stored = parameter_specs(config, workload.matrices)
     for name, spec in specs.items():
         scores = name == "unembedding" or (name == "embedding" and config.tied_embeddings)
         if spec.inputs and ((scores and logits) or name not in (*_TABLES, "unembedding")):
-            matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
+            own = layout.shard_bytes(spec.axes, spec.shape, 1)
+            matrices += own
+            scale = stored.get(scale_of(name))
+            if scale is not None and len(scale.shape) < len(spec.shape):
+                integers += 0 if layout.splits_inputs(spec) else own
     cache = layout.spec(CACHE_AXES, cache_shape(config, workload.rows, workload.capacity))
     # Devices that hold other rows or positions of the cache take all queries of their heads.
     apart = (*axes_in(cache[1]), *axes_in(cache[3]))
@@ -81,7 +94,7 @@ def pass_work(
     score_bytes = 4 * attended
     if score_bytes / config.num_layers > vector_memory:
         num_bytes += 2 * score_bytes
-    return Work(float(flops), num_bytes)
+    return Work(float(flops), num_bytes, 2.0 * rows * tokens * integers)
 
 
 def draft_passes(
@@ -148,7 +161,9 @@ def roofline_seconds(
     works: Iterable[Work], found: Iterable[Exchange], chip: Chip, sizes: dict[str, int]
 ) -> float:
     """The longer of arithmetic and memory of each pass, and the network, which nothing hides."""
-    busy = sum(max(one.flops / chip.flops, one.num_bytes / chip.memory_bandwidth) for one in works)
+    busy = sum(
+        max(one.arithmetic_seconds(chip), one.num_bytes / chip.memory_bandwidth) for one in works
+    )
     return busy + sum(
         one.count * chip.exchange_seconds(one.kind, one.num_bytes, *group_axes(one, sizes))
         for one in found

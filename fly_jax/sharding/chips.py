@@ -20,10 +20,11 @@ class Chip:
     kinds: tuple[str, ...]  # beginnings of JAX's `device_kind`
     memory_bytes: float  # what a program may use
     memory_bandwidth: float
-    flops: float  # bfloat16 operations per second; int8 matrices are widened and run at this rate
+    flops: float  # bfloat16 operations per second
     link_bandwidth: float  # along one axis of a mesh (on a ring, both ways), or to the switch
     step_seconds: float  # latency of one hop on a torus, or of one pass through the switch
     vector_memory: float  # bytes that stay between two operations, in it or in the last cache
+    integer_flops: float = 0.0  # of int8 by int8; 0 where int8 matrices are widened
     ring: int = 1  # an axis of a multiple of so many chips is a ring; a shorter one has two ends
     slices: tuple[str, ...] = ()  # shapes that it is sold in; empty for one behind a switch
     domain: int = 0  # chips behind one switch; 0 where there is none

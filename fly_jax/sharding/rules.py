@@ -93,6 +93,11 @@ class Layout:
         split = sum((kept for kept, _ in self._assign(axes, shape)), ())
         return math.prod(shape) * itemsize // self.devices(split)
 
+    def splits_inputs(self, spec: Any) -> bool:
+        """Tells whether the inputs of a matrix of `parameter_specs` lie on several devices."""
+        kept = zip(spec.axes, self._assign(spec.axes, spec.shape), strict=True)
+        return any(axis in spec.inputs for axis, (names, _) in kept if names)
+
     def axes_of(self, axis: str, size: int) -> MeshAxes:
         """The mesh axes over which one dimension is split, on its own."""
         return next(self._assign((axis,), (size,)))[0]

@@ -267,12 +267,9 @@ def _reduce(
         choice = argmax_logit - largest - log_mass
         top = TopTokens(tokens, best - log_mass[..., None], choice)
     greedy = TargetEvidence(
-        argmax, argmax_logit, draft_logit,
-        log_sum_exp=largest + log_mass,
-        draft_log_prob=draft_logit - largest - log_mass,
-        accepted=inputs.draft == argmax,
-        replacement=argmax,
-        entropy=entropy, full_entropy=full_entropy, top=top,
+        argmax, argmax_logit, draft_logit, log_sum_exp=largest + log_mass,
+        draft_log_prob=draft_logit - largest - log_mass, accepted=inputs.draft == argmax,
+        replacement=argmax, entropy=entropy, full_entropy=full_entropy, top=top,
     )  # fmt: skip
     return greedy if inputs.sampling is None else _rejection_sample(inputs, greedy, axis_names)
 

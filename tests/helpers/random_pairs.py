@@ -18,7 +18,7 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import _RATES
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, parameter_sharding
 from fly_jax.shapes import Logits, RowInts, RowKeys, Text, Tokens
 
 # About one token in ten ends a text.
@@ -74,11 +74,7 @@ def random_draft(
 def placed(model: Llama, layout: Layout | None) -> Llama:
     """The model on a mesh, or bound to the first device, as one is that was loaded."""
     specs = parameter_specs(model.config)
-    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    where = {
-        name: layout.sharding(specs[name].axes, specs[name].shape) if layout else first
-        for name in model.parameters()
-    }
+    where = {name: parameter_sharding(layout, specs[name]) for name in model.parameters()}
     return Llama(model.config, jax.device_put(model.parameters(), where), layout)
 
 

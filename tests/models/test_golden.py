@@ -30,7 +30,7 @@ from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, s
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import convert, save_hf
-from fly_jax.models.integers import of_integers
+from fly_jax.models.integers import behind, of_integers
 from fly_jax.models.llama import Llama, in_front, matmul, turned_equation
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS, quantised
@@ -459,8 +459,14 @@ def test_it_is_the_plain_product(equation: str) -> None:
         turned, equation_of_it = matrix.transpose(outputs_first), turned_equation(equation)
         return [(in_front(equation_of_it, x, turned), matmul(equation, x, matrix)) for x in xs]
 
-    for found, expected in both([array(letters, *few) for few in FEW], array(stored)):
+    matrix = array(stored)
+    for found, expected in both([array(letters, *few) for few in FEW], matrix):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    # Of integers, as a TPU multiplies them, and one CPU device.
+    matrix, x = np.round(50 * matrix).astype(np.int8), array(letters, 2, 3)
+    found, turned = behind(equation, x, matrix), matrix.transpose(outputs_first)
+    scale = np.ones(found.shape[2:], np.float32)
+    np.testing.assert_allclose(found, of_integers(x, turned, scale), rtol=1e-6)
 
 
 def test_bfloat16_is_summed_in_float32_where_that_is_asked_for() -> None:

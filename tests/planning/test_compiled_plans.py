@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,9 @@ def test_a_prefill_that_does_not_fit_counts_all_that_is_held_and_says_what_trave
     assert "Between chips" in table(plan)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("verify", K + 1), ("autoregressive", 1)])
+@pytest.mark.parametrize(("name", "tokens"), [("verify", K + 1), ("autoregressive", 2)])
 def test_a_layer_of_one_row_exchanges_twice(name: str, tokens: int) -> None:
+    """A token alone is multiplied twice (`llama.matmul`)."""
     found = steps_of("bfloat16")[name].exchanges
     in_layers = [one for one in found if one.count == LARGE.num_layers]
     assert [one.kind for one in in_layers] == ["all-reduce", "all-reduce"]
@@ -172,6 +174,10 @@ def test_caches_are_updated_in_place_and_a_weight_is_nowhere_copied_whole(name: 
     matrices, kind = (INT8, "s8") if "int8" in sizes else (None, "bf16")
     for which, spec in parameter_specs(target, matrices).items():
         if spec.inputs and spec.axes[0] == "layers":
-            found = made[kind, layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape)]
-            assert "parameter" in found, f"{which} is not in the program"
-            assert found <= {"parameter", "get-tuple-element", "bitcast"}, which
+            own = layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape)
+            assert "parameter" in made[kind, own], f"{which} is not in the program"
+            assert made[kind, own] <= {"parameter", "get-tuple-element", "bitcast"}, which
+            assert not made[kind, (1, *own[1:])], f"{which} is copied, a layer at a time"
+    # Of the target's pass and the draft's first and later ones: what is not split by its inputs.
+    products = re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", a_round.hlo)
+    assert products.count("s32") == (3 * 6 if kind == "s8" else 0)

@@ -5,6 +5,7 @@ The TPU compiler says so of slices that are not there.
 
 import jax
 import pytest
+from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 from rounds import BY_LIBTPU, copied, repeated, round_hlo
 
@@ -39,10 +40,11 @@ def test_no_copies_and_two_sums_a_layer(name: str, target: str, draft: str, wher
     models = [abstract_model(preset(one), layout) for one in (target, *draft.split())]
     if devices.size == 1:
         lies = SingleDeviceSharding(devices.devices.flat[0])
-        models = [
-            Llama(one.config, jax.tree.map(lambda it: it.update(sharding=lies), one.parameters()))
-            for one in models
-        ]
+
+        def alone(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return one.update(sharding=Format(one.format.layout, lies))
+
+        models = [Llama(one.config, jax.tree.map(alone, one.parameters())) for one in models]
         # The compiler takes longest here: with the fewest widths that a lookup chooses from.
         given = {"context": 4096, "num_speculative_tokens": 1}
     hlo, capacity = round_hlo(name, models, rows=1, **given)

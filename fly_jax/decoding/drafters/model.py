@@ -228,15 +228,12 @@ class DraftModel(ModelDrafter):
             room = num_speculative_tokens + 1 + below
             logits = jnp.zeros((text.shape[0], room, self.config.vocab_size), jnp.float32)
         progress = _Progress(
-            text=text,
-            count=jnp.zeros_like(length),
-            logits=logits,
+            text=text, count=jnp.zeros_like(length), logits=logits, num_passes=jnp.int32(0),
             cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
             # What it has read beyond is padding or refused drafts.
             below=map_lengths(lambda known: jnp.minimum(known, length - 1), state.below),
-            num_passes=jnp.int32(0),
             num_passes_below=jnp.zeros(self.num_models - 1, jnp.int32),
-        )
+        )  # fmt: skip
         progress = run.first_token(progress)
         known = progress.cache.length
         if self.adapts:

@@ -56,13 +56,11 @@ def context_of(step: TargetStep, *, max_length: int) -> Context:
     lengths = step.lengths - jnp.where(is_live, step.num_rejected, 0) + is_live
     zero = jnp.zeros_like(step.num_requests)
     return Context(
-        tokens=tokens.astype(jnp.int32),
+        tokens=tokens.astype(jnp.int32), starts=starts, last=jnp.maximum(starts[1:] - 1, 0),
         positions=jnp.clip(positions, 0, max_length - 1).astype(jnp.int32),
-        starts=starts,
         lengths=jnp.minimum(lengths, max_length).astype(jnp.int32),
-        last=jnp.maximum(starts[1:] - 1, 0),
         distribution=jnp.concatenate([zero, zero, step.num_requests]).astype(jnp.int32),
-    )
+    )  # fmt: skip
 
 
 def decoding_step(

@@ -89,15 +89,11 @@ def _config(file: GgufFile) -> LlamaConfig:
     names = file.values.get("tokenizer.ggml.tokens", ())
     config = config_of(
         {
-            "model_type": model_type,
-            "sliding_window": window,
-            "vocab_size": optional("vocab_size", len(names)),
-            "hidden_size": width,
-            "intermediate_size": size("feed_forward_length"),
+            "model_type": model_type, "sliding_window": window, "hidden_size": width,
+            "vocab_size": optional("vocab_size", len(names)), "num_attention_heads": heads,
+            "intermediate_size": size("feed_forward_length"), "head_dim": head_size,
             "num_hidden_layers": size("block_count"),
-            "num_attention_heads": heads,
             "num_key_value_heads": optional("attention.head_count_kv", heads),
-            "head_dim": head_size,
             "max_position_embeddings": size("context_length"),
             "rope_theta": optional("rope.freq_base", 10_000.0),
             # The file has float32, and people wrote 1e-05.
@@ -107,7 +103,7 @@ def _config(file: GgufFile) -> LlamaConfig:
             "eos_token_id": _ends(file),
         },
         str(file.path),
-    )
+    )  # fmt: skip
     if _ROPE_FACTORS not in file.tensors:
         return config
     factors = file.rows(_ROPE_FACTORS, slice(None))

@@ -27,6 +27,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Wrapped
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
@@ -177,7 +178,9 @@ def load_llama(
             if group.layer is None:
                 outer |= parts
             else:
-                stacks = _insert(stacks or _empty_stacks(config, parts, layout), parts, group.layer)
+                types = tuple((name, part.dtype) for name, part in parts.items())
+                empty, insert = _stacking(config, layout, types)
+                stacks = insert(stacks or empty(), parts, group.layer)
             del parts  # before the next are read,
             jax.block_until_ready(stacks)  # which would pile up if this did not wait
     model = Llama(config, outer | stacks, layout)
@@ -271,24 +274,23 @@ def _arranged(
     return parts, finite
 
 
-def _empty_stacks(
-    config: LlamaConfig, parts: dict[str, Array], layout: Layout | None
-) -> dict[str, Array]:
-    # Also names those of a model that is not int8.
-    specs = architectures.parameter_specs(config, INT8)
-    shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
-    types = {name: part.dtype for name, part in parts.items()}
+@functools.lru_cache(maxsize=64)
+def _stacking(
+    config: LlamaConfig, layout: Layout | None, types: tuple[tuple[str, np.dtype], ...]
+) -> tuple[Wrapped, Wrapped]:
+    """The programs that make empty stacks of the layers' parts, and that insert a layer's."""
+    specs = architectures.parameter_specs(config, INT8)  # also names those of other models
+    places = {name: parameter_sharding(layout, specs[name]) for name, _ in types}
 
-    def zeros() -> dict[str, Array]:
-        return {name: jnp.zeros(specs[name].shape, dtype) for name, dtype in types.items()}
+    def empty() -> dict[str, Array]:
+        return {name: jnp.zeros(specs[name].shape, dtype) for name, dtype in types}
 
-    return jax.jit(zeros, out_shardings=shardings)()
+    def insert(stacks: dict[str, Array], parts: dict[str, Array], layer: Index) -> dict[str, Array]:
+        update = jax.lax.dynamic_update_index_in_dim
+        return {name: update(stacks[name], part, layer, 0) for name, part in parts.items()}
 
-
-@functools.partial(jax.jit, donate_argnames=("stacks",))
-def _insert(stacks: dict[str, Array], parts: dict[str, Array], layer: Index) -> dict[str, Array]:
-    update = jax.lax.dynamic_update_index_in_dim
-    return {name: update(stacks[name], part, layer, 0) for name, part in parts.items()}
+    inserting = jax.jit(insert, donate_argnames=("stacks",), out_shardings=places)
+    return jax.jit(empty, out_shardings=places), inserting
 
 
 @contextlib.contextmanager

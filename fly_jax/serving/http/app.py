@@ -85,19 +85,15 @@ def _about(service: Service) -> APIRouter:
 
     def model() -> dict[str, Any]:
         return {
-            "id": service.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "fly_jax",
-            "max_model_len": engine.max_length,
+            "id": service.name, "object": "model", "created": service.created,
+            "owned_by": "fly_jax", "max_model_len": engine.max_length,
             "fly": {
-                "rule": service.builder.for_engine.rule,
-                "rules": service.builder.names,
+                "rule": service.builder.for_engine.rule, "rules": service.builder.names,
                 "num_speculative_tokens": service.num_speculative_tokens,
                 "max_logprobs": engine.spec.static.max_logprobs,
                 "has_chat_template": service.has_template,
             },
-        }
+        }  # fmt: skip
 
     @router.get("/v1/models")
     def models() -> dict[str, Any]:

@@ -33,6 +33,8 @@ except ImportError:  # older ones have them only here; tpu-inference asks for on
 _FEW_INTEGERS = 24
 _LONG_ROW = 4096  # inputs; longer rows of integers are not read faster
 _COLUMNS = {jnp.dtype(jnp.int8): 4, jnp.dtype(jnp.uint8): 8}  # tokens multiplied at a time
+_TILE = 32  # rows of int8 that lie together in a TPU's memory
+_FEW_ROWS = 256  # that are read one after the other sooner than the matrix is copied
 _SIGN = 128  # what stands in a uint8 for 0
 
 Numbers = TypeVar("Numbers", Array, np.ndarray)
@@ -129,6 +131,24 @@ def behind(
     sums = jnp.einsum(equation, rows.qvalue, matrix, preferred_element_type=jnp.int32)
     scale = rows.scale.reshape(*x.shape[:2], *(1,) * (sums.ndim - 2))
     return (sums * scale).astype(dtype or x.dtype)
+
+
+def rows_by_tiles(
+    matrix: Int8[Array, "rows size"], which: Int32[Array, "*shape"]
+) -> Int8[Array, "*shape size"]:
+    """The rows of a matrix with these numbers, one after the other, by the tiles of a TPU's memory.
+
+    For a lookup of all at once the compiler copies the matrix, to tiles of fewer rows.
+    """
+    if len(matrix) % _TILE or which.size > _FEW_ROWS:
+        return matrix[which]
+    tiles = matrix.reshape(-1, _TILE, matrix.shape[1])
+
+    def row(number: Int32[Array, ""]) -> Int8[Array, " size"]:
+        tile = jax.lax.dynamic_index_in_dim(tiles, number // _TILE, keepdims=False)
+        return jnp.where(jnp.arange(_TILE)[:, None] == number % _TILE, tile, 0).sum(0, jnp.int8)
+
+    return jax.lax.map(row, which.reshape(-1)).reshape(*which.shape, -1)
 
 
 def _dot(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -30,7 +31,14 @@ from fly_jax.models.attention import (
     rotation,
 )
 from fly_jax.models.cache import KVCache, NewEntries
-from fly_jax.models.integers import behind, multiplies_unsigned, of_integers, signed, unsigned
+from fly_jax.models.integers import (
+    behind,
+    multiplies_unsigned,
+    of_integers,
+    rows_by_tiles,
+    signed,
+    unsigned,
+)
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, Tokens
 from fly_jax.sharding.rules import Layout
 
@@ -526,9 +534,12 @@ class Llama(nnx.Module):
     def _rows(self, table: str, tokens: Tokens) -> Float[Array, "rows time row"]:
         """The rows that tokens have in a table."""
         weights = self._outer_weights()
-        rows, scale = weights[table][tokens], weights.get(scale_of(table))
+        matrix, scale = weights[table], weights.get(scale_of(table))
         if scale is None:
-            return rows
+            return matrix[tokens]
+        is_split = self.layout is not None and bool(self.layout.axes_of("vocab", len(matrix)))
+        on_tpu = operator.getitem if is_split or self.is_unstacked else rows_by_tiles
+        rows = jax.lax.platform_dependent(matrix, tokens, tpu=on_tpu, default=operator.getitem)
         return (signed(rows) * scale[tokens][..., None]).astype(self.dtype)
 
     def _outer_weights(self) -> Parameters:

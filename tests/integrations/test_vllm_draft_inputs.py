@@ -22,18 +22,15 @@ def taken(requests: list[tuple[int, list[int], int, int]]) -> object:
     positions = [first + i for first, n in zip(firsts, counts, strict=True) for i in range(n)]
     pad, missing = TOKENS - len(positions), ROWS - len(requests)
     # What the engine leaves in places that are padding is not zero.
-    return draft_inputs.context_of(
-        TargetStep(
-            tokens=np.array([*chain(*texts), *[99] * pad]),
-            positions=np.array(positions + [5] * pad),
-            starts=np.array([0, *np.cumsum(counts), *[1] * missing]),
-            lengths=np.array([*np.add(firsts, counts), *[7] * missing], int),
-            next_token=np.array([*following, *[98] * missing]),
-            num_rejected=np.array([*rejected, *[3] * missing]),
-            num_requests=np.array([len(requests)]),
-        ),
-        max_length=LIMIT,
-    )
+    step = TargetStep(
+        tokens=np.array([*chain(*texts), *[99] * pad]), num_requests=np.array([len(requests)]),
+        positions=np.array(positions + [5] * pad),
+        starts=np.array([0, *np.cumsum(counts), *[1] * missing]),
+        lengths=np.array([*np.add(firsts, counts), *[7] * missing], int),
+        next_token=np.array([*following, *[98] * missing]),
+        num_rejected=np.array([*rejected, *[3] * missing]),
+    )  # fmt: skip
+    return draft_inputs.context_of(step, max_length=LIMIT)
 
 
 def test_a_prompt_a_rejection_and_a_step_without_drafts() -> None:

@@ -505,6 +505,9 @@ def test_integers_are_summed_exactly(rows: int, time: int, drawn_outputs: int | 
     assert found.shape == (rows, time, *scale.shape)
     alone = np.asarray(jax.jit(of_integers)(x[-1:, -1:], matrix, scale))
     np.testing.assert_array_equal(found[-1, -1], alone[0, 0])
+    which = draw.integers(0, 96, (rows, time), np.int32)  # looked up as on a TPU
+    looked_up = integers.rows_by_tiles(jnp.eye(96, dtype=jnp.int8), which)
+    np.testing.assert_array_equal(looked_up.argmax(axis=-1), which)
     found, x = found.reshape(rows, time, number + 96), x.reshape(rows, time, 96)
     largest = np.abs(x).max(axis=-1, keepdims=True)
     step = np.where(largest == 0, 1, largest / np.float32(127.5))

@@ -30,7 +30,6 @@ _BEFORE = flags.DEFINE_string("before", None, "a checkout")
 _AFTER = flags.DEFINE_string("after", str(Path(__file__).parents[1]), "another one")
 _AGAIN = flags.DEFINE_string("again", None, "a second checkout of the commit of --after")
 _TURNS = flags.DEFINE_integer("turns", 4, "measurements of each", lower_bound=2)
-_NUM_PROBLEMS = 40
 
 WAYS = {"exact, K = 9": ("exact", 9), "fly, K = 15": ("fly", 15)}
 
@@ -71,7 +70,7 @@ def _commit(checkout: Path) -> str:
 def main() -> None:
     given = {"before": _BEFORE.value, "after": _AFTER.value, "again": _AGAIN.value}
     checkouts = {side: Path(folder).resolve() for side, folder in given.items() if folder}
-    worded, found = word_problems("held_out", _NUM_PROBLEMS), dict[str, Any]()
+    worded, found = word_problems("held_out", 40), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": one.prompt}) + "\n" for one in worded))

@@ -22,9 +22,8 @@ from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.calibration import find_gate
 from fly_jax.evaluation.strictness import Bound
 
-FLAGS = flags.FLAGS
-flags.DEFINE_integer("num_prompts", 64, "held-out problems, half of them to check with")
-flags.DEFINE_integer("batch_size", 8, "rows decoded together")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "rows decoded together")
+_NUM_PROMPTS = 64  # held-out problems, half of them to check with
 
 RULES = ("fly", "margin")
 LIMITS = (0.01, 0.02, 0.05)
@@ -37,7 +36,7 @@ def _found(
     start = time.perf_counter()
     gate = find_gate(
         pair, ids, config, Bound("disagreement", limit), max_new_tokens=MAX_NEW_TOKENS,
-        batch_size=FLAGS.batch_size,
+        batch_size=_BATCH_SIZE.value,
     )  # fmt: skip
     print(gate.summary(), flush=True)
     return {
@@ -57,14 +56,14 @@ def _found(
 
 def main() -> None:
     pair = load_pair()
-    worded = word_problems("held_out", FLAGS.num_prompts)
+    worded = word_problems("held_out", _NUM_PROMPTS)
     ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
     base = load_config(CONFIG)
     rules = [base.replace(rule=rule) for rule in RULES]
     found = [_found(pair, ids, one, limit) for one in rules for limit in LIMITS]
     result = {
-        "command": f"python benchmarks/gate.py --batch_size={FLAGS.batch_size}",
-        "num_prompts": len(ids), "batch_size": FLAGS.batch_size, "found": found,
+        "command": f"python benchmarks/gate.py --batch_size={_BATCH_SIZE.value}",
+        "num_prompts": len(ids), "batch_size": _BATCH_SIZE.value, "found": found,
         "num_speculative_tokens": base.num_speculative_tokens, "max_new_tokens": MAX_NEW_TOKENS,
     }  # fmt: skip
     print(machine.write("gate", result))

@@ -23,9 +23,10 @@ PUBLISHED: Values = json.loads((CONFIGS / "fly_reference.json").read_text())
 
 
 @pytest.mark.parametrize(("values", "rule", "more"), [
-    ({}, Fly(), ()), ({"rule": "exact"}, Exact(), ()),
+    ({}, Fly(), ()), ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact(), ()),
+    ({"rule": "exact"}, Exact(), ()), ({"rule": "csd", "csd_consistency": 0}, Csd(0), ()),
     ({"rule": "exact", "prompt_lookup_max": 4}, Exact(), (None, Lookup(4, 1, 6, "latest"))),
-    ({"rule": "sampled"}, Exact(), (Sampling(),)),
+    ({"rule": "sampled"}, Exact(), (Sampling(),)), ({"rule": " ( fly)"}, Fly(), ()),
     ({"rule": "sampled", "temperature": 0.5, "top_k": 7}, Exact(), (Sampling(0.5, 7),)),
     ({"temperature": 1, "top_p": 0.9}, Fly(), (Sampling(1, None, 0.9),)),
     ({"rule": "autoregressive", "prompt_lookup_max": 4}, Exact(), ()),
@@ -33,17 +34,14 @@ PUBLISHED: Values = json.loads((CONFIGS / "fly_reference.json").read_text())
     ({"entropy_threshold": 0.1, "window_size": 2}, Fly(0.1, 2), ()),
     ({"entropy": "full", "entropy_top_k": 5}, Fly(entropy="full", entropy_top_k=5), ()),
     ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False), ()),
-    ({"rule": "csd", "csd_consistency": 0}, Csd(0), ()),
     ({"rule": "lossy", "lossy_threshold": 0.2}, fly_jax.Lossy(0.2), ()),
     ({"rule": "lenience", "lenience": 0.7}, fly_jax.Lenience(0.7), ()),
     ({"rule": "lenience", "temperature": 1}, fly_jax.Lenience(0.5), (Sampling(1),)),
     ({"rule": "typical", "typical_epsilon": 0.1}, fly_jax.Typical(0.1), ()),
     ({"rule": "typical", "typical_delta": 0.2}, fly_jax.Typical(delta=0.2), ()),
-    ({"rule": " ( fly)"}, Fly(), ()),
     ({"rule": "fly & margin | csd"}, Fly() & Margin() | Csd(), ()),
     ({"rule": "fly & (margin | csd)"}, Fly() & (Margin() | Csd()), ()),
     ({"rule": "fly | csd", "risk_budget": 8}, Budget(Fly() | Csd(), 8), ()),
-    ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact(), ()),
 ])  # fmt: skip
 def test_rules_samplings_and_lookups(values: Values, rule: object, more: tuple[Any, ...]) -> None:
     """None of what a case does not name."""
@@ -102,9 +100,8 @@ def test_published(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"use_ngram": False}, {"prompt_lookup_max": 0}),
+    ({"use_ngram": False}, {"prompt_lookup_max": 0}), ({"enable_fly": False}, {"rule": "exact"}),
     ({"abla_no_window": True}, {"window_size": 0, "rule": "fly"}),
-    ({"enable_fly": False}, {"rule": "exact"}),
     ({"enable_fly": False, "temperature": 1}, {"rule": "sampled", "temperature": 1}),
     ({"use_sd": False}, {"rule": "autoregressive"}),
     ({"spd_k": 25, "win_len": 8}, {"num_speculative_tokens": 25, "window_size": 8}),
@@ -125,22 +122,20 @@ def test_reference_defaults() -> None:
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("a.toml", 'rule = "fly"\nwindw_size = 4\n', ["windw_size", "window_size"]),
-    ("a.toml", 'rule = "lucky"\n', ["lucky", "autoregressive", "fly"]),
+    ("a.toml", 'rule = "lucky"\n', ["lucky", "autoregressive", "fly"]), ("a.json", "{", ["JSON"]),
     ("a.toml", 'rule = "exact | fly"\n', ["exact | fly", "lossless"]),
-    ("a.toml", 'protect = "a"\n', ["protect", "a list of texts"]),
+    ("a.toml", 'protect = "a"\n', ["protect", "a list of texts"]), ("a.json", "[1]", ["object"]),
     ("a.toml", 'protect = ["["]\n', ["protect", "regular expression"]),
-    ("a.toml", "memory = 3\n", ["memory", "text"]),
+    ("a.toml", "memory = 3\n", ["memory", "text"]), ("a.toml", "self = 1\n", ["'self' is unknown"]),
     ("a.toml", "window_size = 4.5\n", ["window_size", "4.5", "whole"]),
-    ("a.toml", "window_size = true\n", ["window_size", "True"]),
+    ("a.toml", "window_size = true\n", ["window_size", "True"]), ("a.yaml", "rule: fly", [".toml"]),
     ("a.toml", 'rule = "sampled"\ntruncate = "lucky"\n', ["truncate is 'lucky'", "margin"]),
     ("a.toml", 'truncate = "exact & margin"\n', ["truncate is 'exact & margin'", "lossless"]),
     ("a.toml", "[sampling]\ntemperature = 1\n", ["'sampling' is unknown", "temperature"]),
-    ("a.toml", "self = 1\n", ["'self' is unknown"]), ("a.toml", "rule = \n", ["TOML"]),
-    ("a.json", "{", ["JSON"]), ("a.json", "[1]", ["object"]),
+    ("a.toml", "rule = \n", ["TOML"]), ("a.json", '{"spd_k": 15, "enable_fly": true}', ["win_len"]),
     ("a.json", '{"spd_k": 15, "windows": 3}', ["windows", "win_len"]),
     ("a.json", '{"spd_k": "15"}', ["spd_k", "'15'"]), ("a.json", '{"enable_fly": true}', ["spd_k"]),
-    ("a.json", '{"spd_k": 15, "enable_fly": true}', ["win_len"]),
-    ("a.json", '{"spd_k": 15, "dual_tok": true}', ["dual_tok"]), ("a.yaml", "rule: fly", [".toml"]),
+    ("a.json", '{"spd_k": 15, "dual_tok": true}', ["dual_tok"]),
     ("a.toml", 'rule = "\xff"', ["TOML"]),  # which is not UTF-8
     ("absent.toml", None, ["directory"]),
 ])  # fmt: skip

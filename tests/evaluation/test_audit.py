@@ -117,12 +117,11 @@ def test_a_stopped_run(path: Path, lines: int, left_out: int, prompts: int, word
 
 
 @pytest.mark.parametrize(("line", "change", "words"), [
-    (0, {"version": 2}, ["version 2", "version 1"]), (0, {"format": "else"}, ["no audit"]),
-    (0, {"event": "prompt"}, ["no audit"]), (1, {"event": "rescued"}, ["line 2", "rescued"]),
-    (1, {"regret": "much"}, ["line 2", "regret"]), (1, {"window": "open"}, ["line 2", "window"]),
-    (1, {"position": 4}, ["line 4", "not of this prompt"]),
-    (1, {"position": True}, ["line 2", "position"]), (1, {"surplus": 1}, ["line 2", "surplus"]),
-    (3, {"why": "mrc"}, ["line 4", "token_ids"]),
+    (0, {"version": 2}, ["version 2", "version 1"]), (1, {"window": "open"}, ["line 2", "window"]),
+    (0, {"format": "else"}, ["no audit"]), (1, {"surplus": 1}, ["line 2", "surplus"]),
+    (0, {"event": "prompt"}, ["no audit"]), (1, {"position": 4}, ["line 4", "not of this prompt"]),
+    (1, {"event": "rescued"}, ["line 2", "rescued"]), (1, {"regret": "much"}, ["line 2", "regret"]),
+    (1, {"position": True}, ["line 2", "position"]), (3, {"why": "mrc"}, ["line 4", "token_ids"]),
     (3, {"token_texts": ["a", "b", "c", 4]}, ["line 4", "token_texts"]),
 ])  # fmt: skip
 def test_damage_is_named(path: Path, line: int, change: dict[str, Any], words: list[str]) -> None:

@@ -184,9 +184,8 @@ def test_the_text_is_all_there_and_every_token_tells_why() -> None:
 
 def test_what_the_target_alone_writes() -> None:
     for words, changed in (
-        ("instead of", {}), ("the same text", {"exact_text": ONE.text}),
-        ("not decoded", {"exact_text": None, "exact_answer": None}),
-        ("writes another text.</p>", {"answer": None}),
+        ("instead of", {}), ("not decoded", {"exact_text": None, "exact_answer": None}),
+        ("the same text", {"exact_text": ONE.text}), ("writes another text.</p>", {"answer": None}),
     ):  # fmt: skip
         one = dataclasses.replace(ONE, **changed)
         assert words in page(dataclasses.replace(AUDIT, continuations={0: one}), 0)

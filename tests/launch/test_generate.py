@@ -468,8 +468,7 @@ def test_a_file_that_was_cut_off(refused: Refused, files: Folders, tmp_path: Pat
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(files[0].read_bytes()[:-5000])
     for command, own in (
-        ("generate", ["--prompt=the fox"]), ("chat", []),
-        ("plan", [f"--draft={files[1]}", "--nocompile"]),
-        ("convert", [f"--output={tmp_path / 'folder'}"]),
+        ("generate", ["--prompt=the fox"]), ("plan", [f"--draft={files[1]}", "--nocompile"]),
+        ("chat", []), ("convert", [f"--output={tmp_path / 'folder'}"]),
     ):  # fmt: skip
         refused(command, f"--target={cut}", *own, words=[str(cut), "cut off"])

@@ -240,12 +240,11 @@ EAGLES = {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}
 
 
 @pytest.mark.parametrize(("fields", "layers"), [
-    (NAMED, (2, 16, 29)), (NAMED | {"eagle_config": EAGLES}, (2, 16, 29)),
-    (NAMED | EAGLES, (1, 15, 28)), (NAMED | {"target_layer_ids": [1, 15, 27]}, (2, 16, 28)),
+    (NAMED, (2, 16, 29)), (NESTED, (2, 16, 29)), (DSPARK | {"target_layer_ids": [-1, 5]}, (0, 6)),
+    (NAMED | {"eagle_config": EAGLES}, (2, 16, 29)), (DFLASH, (2, 6)), (BLOCK, (2, 16, 29)),
+    (NAMED | EAGLES, (1, 15, 28)), (BLOCK | {"aux_hidden_state_layer_ids": [1, 5]}, (1, 5)),
+    (NAMED | {"target_layer_ids": [1, 15, 27]}, (2, 16, 28)), (NESTED | EAGLES, (1, 15, 28)),
     (NAMED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 16, 29)),
-    (NESTED, (2, 16, 29)), (NESTED | EAGLES, (1, 15, 28)),
-    (DSPARK | {"target_layer_ids": [-1, 5]}, (0, 6)), (DFLASH, (2, 6)), (BLOCK, (2, 16, 29)),
-    (BLOCK | {"aux_hidden_state_layer_ids": [1, 5]}, (1, 5)),
 ])  # fmt: skip
 def test_each_format_names_its_layers(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
     assert config_of(fields).head.layers_of(32) == layers
@@ -310,9 +309,8 @@ def test_a_head_is_of_the_model_above_it_and_the_last_draft() -> None:
 
 
 @pytest.mark.parametrize(("changed", "words"), [
-    ({"d2t": -np.arange(64)}, "a token twice"),
+    ({"d2t": -np.arange(64)}, "a token twice"), ({"d2t": np.zeros(60, np.int64)}, r"shape \[60\]"),
     ({"d2t": np.full(64, 40, np.int64)}, "beyond the vocabulary"),
-    ({"d2t": np.zeros(60, np.int64)}, r"shape \[60\]"),
     ({"midlayer.self_attn.q_proj.bias": np.ones(32, np.float32)}, "q_proj.bias"),
     ({"norm.weight": None}, "lacks the tensor norm.weight"),
 ])  # fmt: skip

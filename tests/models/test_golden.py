@@ -200,12 +200,11 @@ WRONG: list[tuple[str, object]] = [
     ("describes weights.* in a way", PACKED | {"sparsity_config": {"format": "sparse-bitmask"}}),
     ("lacks the tensor", PACKED | {"sparsity_config": {"format": "dense"}}),
     *((f"quantised in a way.*{named}.*give such", said) for named, said in OTHER_WAYS.items()),
-    ("in a way that fly_jax does not read", {"bits": 4}),
+    ("in a way that fly_jax does not read", {"bits": 4}), ("a size of 0", AWQ | {"group_size": 0}),
     ("is not described as expected", {"quant_method": "awq", "bits": 4}),
-    ("is not described as expected", "awq"), ("a size of 0", AWQ | {"group_size": 0}),
+    ("is not described as expected", "awq"), ("lacks the tensor .*q_proj.weight_packed", PACKED),
     ("in groups of 48", AWQ | {"group_size": 48}),
     (r"qzeros.* has shape \[2, 8\].* asks for \[4, 8\]", AWQ | {"group_size": 8}),
-    ("lacks the tensor .*q_proj.weight_packed", PACKED),
 ]  # fmt: skip
 
 

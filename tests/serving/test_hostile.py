@@ -194,13 +194,12 @@ def limits_of(arguments: list[str], address: str = "::") -> ServerLimits:
 
 
 @pytest.mark.parametrize(("given", "at", "names"), [
-    ([], "127.0.0.1", LOOPBACK), (["--host=localhost"], "::1", LOOPBACK),
+    ([], "127.0.0.1", LOOPBACK), (["--host=Box"], "127.0.1.1", (*LOOPBACK, "box", "127.0.1.1")),
+    (["--host=localhost"], "::1", LOOPBACK), (["--host=0.0.0.0"], "0.0.0.0", ()),
     (["--host=127.0.0.2"], "127.0.0.2", (*LOOPBACK, "127.0.0.2")),
-    (["--host=Box"], "127.0.1.1", (*LOOPBACK, "box", "127.0.1.1")),
     (["--host=::ffff:127.0.0.1"], "::ffff:127.0.0.1", (*LOOPBACK, "[::ffff:127.0.0.1]")),
     (["--allowed_hosts=Box", "--allowed_hosts=localhost"], "127.0.0.1", ("box", "localhost")),
     (["--allowed_hosts=*"], "127.0.0.1", ()), (["--api_key=a", "--api_key=b"], "127.0.0.1", ()),
-    (["--host=0.0.0.0"], "0.0.0.0", ()),
 ])  # fmt: skip
 def test_names_if_nobody_says(monkeypatch: Patch, given: list[str], at: str, names: Any) -> None:
     monkeypatch.delenv("FLY_JAX_API_KEY", raising=False)

@@ -127,7 +127,10 @@ def behind(
 
     So TPUs multiply fastest. The equation is that of the product.
     """
-    rows = quantize(x.astype(jnp.float32), jnp.int8, channelwise_axes=[0, 1])
+    # As the type of x has it: else the compiler may round what was never rounded to that.
+    kept = jnp.finfo(x.dtype)
+    wide = jax.lax.reduce_precision(x.astype(jnp.float32), kept.nexp, kept.nmant)
+    rows = quantize(wide, jnp.int8, channelwise_axes=[0, 1])
     sums = jnp.einsum(equation, rows.qvalue, matrix, preferred_element_type=jnp.int32)
     scale = rows.scale.reshape(*x.shape[:2], *(1,) * (sums.ndim - 2))
     return (sums * scale).astype(dtype or x.dtype)

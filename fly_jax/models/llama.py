@@ -58,12 +58,13 @@ LARGE_BYTES = 2**30
 
 
 def matmul(
-    equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None, *, rounds: bool = False
-) -> Array:
+    equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None, *,
+    is_alone: bool = False, rounds: bool = False,
+) -> Array:  # fmt: skip
     """Multiplies activations by a matrix; the result has `dtype`, or the activations' type.
 
-    TPUs multiply a token twice: with one alone their compiler takes the vector unit, by its own
-    estimate for two to four times as long. With `rounds` they multiply integers by integers.
+    TPUs multiply a token twice that `is_alone` on each: with one their compiler takes the vector
+    unit, by its own estimate for two to four times as long. With `rounds` they multiply integers.
     """
 
     def widened(x: Array, matrix: Array) -> Array:
@@ -74,7 +75,6 @@ def matmul(
         found = widened(given, matrix) if not rounds else behind(equation, given, matrix, dtype)
         return found[:, :1] if is_alone else found
 
-    is_alone = x.shape[0] * x.shape[1] == 1
     if not (is_alone or rounds):
         return widened(x, matrix)
     return cast(Array, jax.lax.platform_dependent(x, matrix, tpu=on_tpu, default=widened))
@@ -424,15 +424,20 @@ class Llama(nnx.Module):
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
                 spec, layout = parameter_specs(self.config)[name], self.layout
+                # In float32 a last bit that a pass's width changes stays, and becomes an integer.
                 rounds = scale is not None and not is_grouped(matrix, scale)
-                # What to round by would be one more exchange.
-                rounds = rounds and not (layout is not None and layout.splits_inputs(spec))
-                chosen = multiply or functools.partial(matmul, dtype=dtype, rounds=rounds)
+                rounds, rows = rounds and x.dtype == jnp.bfloat16, x.shape[0]
+                if layout is not None:
+                    rows //= layout.devices(layout.axes_of("rows", rows))
+                    # What to round by would be one more exchange.
+                    rounds = rounds and not layout.splits_inputs(spec)
+                fastest = functools.partial(matmul, is_alone=rows * x.shape[1] == 1, rounds=rounds)
+                chosen = multiply or functools.partial(fastest, dtype=dtype)
                 return product(equation, x, signed(matrix), scale, chosen)
             if scale is not None:
                 return of_integers(x, matrix, scale, dtype)
-            fastest = in_front if lies_on_cpu(self) else matmul
-            chosen = multiply or functools.partial(fastest, dtype=dtype)
+            of_floats = in_front if lies_on_cpu(self) else matmul
+            chosen = multiply or functools.partial(of_floats, dtype=dtype)
             return chosen(turned_equation(equation), x, matrix)
 
         return of
@@ -537,8 +542,8 @@ class Llama(nnx.Module):
         matrix, scale = weights[table], weights.get(scale_of(table))
         if scale is None:
             return matrix[tokens]
-        is_split = self.layout is not None and bool(self.layout.axes_of("vocab", len(matrix)))
-        on_tpu = operator.getitem if is_split or self.is_unstacked else rows_by_tiles
+        one_by_one = not self.is_unstacked and (self.layout is None or self.layout.mesh.size == 1)
+        on_tpu = rows_by_tiles if one_by_one else operator.getitem
         rows = jax.lax.platform_dependent(matrix, tokens, tpu=on_tpu, default=operator.getitem)
         return (signed(rows) * scale[tokens][..., None]).astype(self.dtype)
 
@@ -614,9 +619,11 @@ def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding |
 
     In a TPU's memory heads come before inputs: a pass would copy each layer's matrix to have it so.
     """
-    where: Sharding = SingleDeviceSharding(jax.devices()[0])
+    where: Sharding
     if layout is not None:
         where = layout.sharding(spec.axes, spec.shape)
+    else:
+        where = SingleDeviceSharding(jax.devices()[0])
     ahead = ("layers", "q_heads", "kv_heads")
     order = sorted(range(len(spec.axes)), key=lambda at: spec.axes[at] not in ahead)
     if order == sorted(order) or spec.shape[-1] % _LANES or _platform_of(where) != "tpu":

@@ -95,7 +95,7 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
     for name, spec in specs.items():
         names = (name, scale_of(name))
         both = [wanted[one] for one in names]
-        places = layout and tuple(parameter_sharding(layout, one) for one in both)
+        places = tuple(parameter_sharding(layout, one) for one in both)
         stored = tuple(target.stack(one) if one in target.layers else None for one in names)
         # No more than one stack is in memory twice.
         rounded = jax.block_until_ready(_rounding(spec, matrices, held, places)(stored))
@@ -106,7 +106,7 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
 @functools.lru_cache(maxsize=64)
 def _rounding(
     spec: ParameterSpec, matrices: MatrixType, held: MatrixType,
-    places: tuple[Sharding | Format, ...] | None,
+    places: tuple[Sharding | Format, ...],
 ) -> Wrapped:  # fmt: skip
     """The program that rounds a stack of matrices, compiled once for all that are alike."""
     a_layer = functools.partial(_rounded, spec, matrices, held)

@@ -127,7 +127,7 @@ def behind(
 
     So TPUs multiply fastest. The equation is that of the product.
     """
-    # As the type of x has it: else the compiler may round what was never rounded to that.
+    # Digits that the type of x lacks, and the compiler may keep, would become other integers.
     kept = jnp.finfo(x.dtype)
     wide = jax.lax.reduce_precision(x.astype(jnp.float32), kept.nexp, kept.nmant)
     rows = quantize(wide, jnp.int8, channelwise_axes=[0, 1])

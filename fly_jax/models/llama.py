@@ -63,8 +63,8 @@ def matmul(
 ) -> Array:  # fmt: skip
     """Multiplies activations by a matrix; the result has `dtype`, or the activations' type.
 
-    TPUs multiply a token twice that `is_alone` on each: with one their compiler takes the vector
-    unit, by its own estimate for two to four times as long. With `rounds` they multiply integers.
+    A TPU multiplies its token twice where that `is_alone`: a single vector goes to the vector unit,
+    by the compiler's estimate for two to four times as long. With `rounds` TPUs multiply integers.
     """
 
     def widened(x: Array, matrix: Array) -> Array:
@@ -424,7 +424,7 @@ class Llama(nnx.Module):
             is_turned = self.is_unstacked and (turned or name not in self.layers)
             if not is_turned or is_grouped(matrix, scale):
                 spec, layout = parameter_specs(self.config)[name], self.layout
-                # In float32 a last bit that a pass's width changes stays, and becomes an integer.
+                # In float32 the last bit depends on a pass's width, and would change integers.
                 rounds = scale is not None and not is_grouped(matrix, scale)
                 rounds, rows = rounds and x.dtype == jnp.bfloat16, x.shape[0]
                 if layout is not None:

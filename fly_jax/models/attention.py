@@ -303,8 +303,10 @@ def _mixed(
     largest = functools.reduce(jnp.maximum, (one.max(axis=-1, keepdims=True) for one in scores))
     if lengths:
         largest = jax.lax.pmax(largest, lengths)
-    # Else XLA's compiler for GPUs, in JAX 0.11, fuses it into a product in bfloat16, and fails.
-    largest = jax.lax.optimization_barrier(largest)
+    # Else XLA's compiler for GPUs, in JAX 0.11, fuses it into a product in bfloat16, and fails. To
+    # a TPU the barrier is three more operations a layer.
+    barrier = jax.lax.optimization_barrier
+    largest = jax.lax.platform_dependent(largest, tpu=lambda one: one, default=barrier)
     weights = [jnp.exp(one - largest) for one in scores]
     product = functools.partial(jnp.einsum, "bkqs,bksh->bkqh", preferred_element_type=jnp.float32)
     pairs = zip(weights, parts, strict=True)
@@ -374,11 +376,11 @@ def _attend(
     kv_heads, capacity = keys.shape[2:4]
     read = capacity if attended is None or lengths else min(attended, capacity)
     first_position = jax.lax.axis_index(lengths) * capacity if lengths else 0
-    steps = jnp.arange(time, dtype=jnp.int32)
+    steps = np.arange(time, dtype=np.int32)  # what follows from it alone is a constant
     distance = steps[:, None] - steps
     sizes = None if window is None else jnp.broadcast_to(window, (time,))[:, None]
-    own = distance >= -ahead if sizes is None else (distance >= -ahead) & (distance < sizes)
-    own = jnp.broadcast_to(own, (rows, time, time))
+    own = jnp.asarray(distance >= -ahead)
+    own = jnp.broadcast_to(own if sizes is None else own & (distance < sizes), (rows, time, time))
     if lengths:  # the pass's own tokens count once
         own &= jax.lax.axis_index(lengths) == 0
     # Contiguous query heads share contiguous key/value heads, a few of those that are here.

@@ -91,8 +91,8 @@ class Eagle3Head(Head):
         own = self._layer(weights, rotation(self.config, positions), matmul)
         both = jnp.concatenate((beside, normed), axis=-1)
         residual = normed if self._own.residual_is_normed else fed
-        x, added = own.run(residual, both, functools.partial(attend, jnp.int32(0)))
-        x = self._constrain(x)
+        x, rest, added = own.run(residual, both, functools.partial(attend, jnp.int32(0)))
+        x = self._constrain(x + rest)
         hidden = self._norm(x, self.final_norm[...])
         return hidden, hidden if self._own.feeds_normed else x, added
 

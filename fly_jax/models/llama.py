@@ -144,6 +144,7 @@ Added = TypeVar("Added")
 # Attention of a layer, by its index, its queries, keys and values; also returns what it adds.
 Attend = Callable[[Index, Array, Array, Array], tuple[Array, Added]]
 Arrays = tuple[Array, ...]
+Carry = tuple[Hidden, Hidden, Arrays, Index]
 
 
 class Layer(NamedTuple):
@@ -157,15 +158,18 @@ class Layer(NamedTuple):
 
     def run(
         self, x: Hidden, normed: Read, attend: Callable[[Array, Array, Array], tuple[Array, Added]]
-    ) -> tuple[Hidden, Added]:
-        """The layer's output, and what `attend` adds; attention reads `normed`, and adds to `x`."""
+    ) -> tuple[Hidden, Hidden, Added]:
+        """The layer's output as two summands, and what `attend` adds.
+
+        Attention reads `normed` and adds to `x`. The next layer takes the sum, fused with its norm.
+        """
         query, key, value = (self.projected(normed, name) for name in ("query", "key", "value"))
         mixed, added = attend(query, key, value)
         x = x + self.product("bthk,hkd->btd", mixed, "output")
         normed = self.norm(x, self.weights["mlp_norm"])
         gated = jax.nn.silu(self.product("btd,df->btf", normed, "gate"))
         gated = gated * self.product("btd,df->btf", normed, "up")
-        return x + self.product("btf,fd->btd", gated, "down"), added
+        return x, self.product("btf,fd->btd", gated, "down"), added
 
     def projected(self, normed: Read, name: str) -> Float[Array, "rows time heads head"]:
         """The queries, keys or values, by name; the first two normalised (if so) and rotated."""
@@ -234,12 +238,25 @@ class Llama(nnx.Module):
         matmul: Matmul | None = None,
     ) -> tuple[Hidden, NewEntries, Inputs]:  # fmt: skip
         """Runs as `hidden`; adds the inputs of `layers` side by side, or the hidden states."""
+        # So a layer has fewer operations than if each product doubled its own, as a head's do.
+        if self.config.head is None and self._is_alone(tokens) and _platform(self) == "tpu":
+            twice = jnp.concatenate([tokens, tokens], axis=1)
+            hidden, new, inputs = self.hidden_and_inputs(twice, cache, layers, matmul)
+            first = NewEntries(*(one[..., :1, :] for one in (new.keys, new.values)))
+            return hidden[:, :1], first, inputs[:, :1]
         # Else the compiler would carry over the rows of another model's cache, and gather caches.
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = cache.length[:, None] + steps
         return self.run_layers(tokens, positions, self._attending(cache), matmul, layers)
+
+    def _is_alone(self, x: Array) -> bool:
+        """Tells whether each device has one token of `x`, [rows, time, ...]."""
+        rows, layout = x.shape[0], self.layout
+        if layout is not None:
+            rows //= layout.devices(layout.axes_of("rows", rows))
+        return bool(rows * x.shape[1] == 1)
 
     def _attending(self, cache: KVCache) -> Attend[NewEntries]:
         """The attention of a layer to the cache and the pass's own tokens; returns new entries."""
@@ -426,12 +443,10 @@ class Llama(nnx.Module):
                 spec, layout = parameter_specs(self.config)[name], self.layout
                 # In float32 the last bit depends on a pass's width, and would change integers.
                 rounds = scale is not None and not is_grouped(matrix, scale)
-                rounds, rows = rounds and x.dtype == jnp.bfloat16, x.shape[0]
-                if layout is not None:
-                    rows //= layout.devices(layout.axes_of("rows", rows))
-                    # What to round by would be one more exchange.
+                rounds = rounds and x.dtype == jnp.bfloat16
+                if layout is not None:  # what to round by would be one more exchange
                     rounds = rounds and not layout.splits_inputs(spec)
-                fastest = functools.partial(matmul, is_alone=rows * x.shape[1] == 1, rounds=rounds)
+                fastest = functools.partial(matmul, is_alone=self._is_alone(x), rounds=rounds)
                 chosen = multiply or functools.partial(fastest, dtype=dtype)
                 return product(equation, x, signed(matrix), scale, chosen)
             if scale is not None:
@@ -457,14 +472,14 @@ class Llama(nnx.Module):
 
         The inputs are those of `hidden_and_inputs`.
         """
-        rope = rotation(self.config, positions)
+        # Else a TPU takes cosines and sines anew in each layer.
+        rope = jax.lax.optimization_barrier(rotation(self.config, positions))
 
-        def layer(x: Array, index: Index, weights: dict[str, Array]) -> tuple[Array, Added]:
+        def layer(x: Array, index: Index, weights: Parameters) -> tuple[Array, Array, Added]:
             chosen = index if integers else None
             own = self._layer(weights | integers, self._layer_rope(rope, index), multiply, chosen)
             normed = self._norm(x, weights["attention_norm"])
-            x, added = own.run(x, normed, functools.partial(attend, index))
-            return self._constrain(x), added
+            return own.run(x, normed, functools.partial(attend, index))
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
         integers: Parameters = {}
@@ -477,28 +492,29 @@ class Llama(nnx.Module):
             weights = {name: jnp.stack(arrays) for name, arrays in weights.items()}
         # Kept while the layers run: a scan's stacked output would have all layers.
         kept = (jnp.zeros_like(x),) * len(layers)
-        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         if self.is_unstacked and not integers:
             layer = jax.jit(layer)  # so that it is traced once, not for each layer
             each: list[Any] = []
             for index in range(self.config.num_layers):
                 own = {name: arrays[index] for name, arrays in weights.items()}
                 kept = _kept(layers, index, x, kept)
-                x, one = layer(x, jnp.int32(index), own)
+                x, rest, one = layer(x, jnp.int32(index), own)
+                x = self._constrain(x + rest)
                 each.append(one)
             zero = zero_after(x)
             added = jax.tree.map(lambda *layers: jnp.stack(layers) + zero, *each)
         else:
 
-            def step(
-                carry: tuple[Array, Arrays], inputs: tuple[Array, dict[str, Array]]
-            ) -> tuple[tuple[Array, Arrays], Added]:
-                x, kept = carry
-                kept = _kept(layers, inputs[0], x, kept)
-                x, added = layer(x, *inputs)
-                return (x, kept), added
+            def step(carry: Carry, own: Parameters) -> tuple[Carry, Added]:
+                x, rest, kept, index = carry  # an index that is scanned over is sliced
+                x = self._constrain(x + rest)
+                kept = _kept(layers, index, x, kept)
+                x, rest, added = layer(x, index, own)
+                return (x, rest, kept, index + 1), added
 
-            (x, kept), added = jax.lax.scan(step, (x, kept), (indices, weights))
+            begin = x, jnp.zeros_like(x), kept, jnp.int32(0)
+            (x, rest, kept, _), added = jax.lax.scan(step, begin, weights)
+            x = self._constrain(x + rest)
         hidden = self._norm(x, self.final_norm[...])
         return hidden, added, self._constrain(jnp.concatenate(kept, axis=-1)) if layers else hidden
 
@@ -659,6 +675,8 @@ def lies_on_cpu(model: Llama) -> bool:
 
 
 def _platform(model: Llama) -> str:
+    if model.layout is not None:
+        return _platform_of(model.layout.sharding((), ()))
     norm = model.final_norm.get_value()  # which every model has
     sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
     return jax.default_backend() if sharding is None else _platform_of(sharding)

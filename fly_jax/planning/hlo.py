@@ -23,6 +23,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _DIRECTION = re.compile(r"direction=(\w+)")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,]*)\](\{[^}]*\})?")
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
@@ -290,6 +291,15 @@ def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exc
             size = _group_size(one.attributes, num_devices)
             found.append(Exchange(kind, shapes, num_bytes, size, frame.count))
     return found
+
+
+def cycles(hlo: str, *, unknown_trips: int = 1) -> int:
+    """What a TPU's compiler takes the program's instructions for, in cycles, without exchanges."""
+    return sum(
+        frame.count * sum(map(int, _CYCLES.findall(one.attributes)))
+        for frame in frames(parse(hlo), unknown_trips=unknown_trips)
+        for one in frame.computation.instructions.values()
+    )
 
 
 def _within(program: Program, computation: Computation) -> Iterator[tuple[str, Instruction]]:

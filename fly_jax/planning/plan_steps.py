@@ -28,7 +28,7 @@ from fly_jax.models.architectures import LlamaConfig, MatrixType
 from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.layouts import Layouts, Workload, held_bytes, held_cache_bytes, parameter_bytes
 from fly_jax.models.llama import Llama, Parameters
-from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
+from fly_jax.planning.hlo import Copy, Exchange, copies, cycles, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec, abstract_model
 from fly_jax.planning.roofline import Work, model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.rules import Layout
@@ -59,6 +59,7 @@ class Step:
     copies: tuple[Copy, ...] | None = None
     hlo: str = dataclasses.field(default="", repr=False)
     compile_seconds: float | None = None  # None where no compiler was asked
+    cycles: int | None = None  # the compiler's estimate, without exchanges
 
     @property
     def source(self) -> str:
@@ -297,6 +298,7 @@ def _compiled(
         argument_bytes=arguments + beside, temporary_bytes=int(memory.temp_size_in_bytes),
         exchanges=sent, work=_whole(works), seconds=_seconds(spec, works, sent),
         copies=tuple(copies(hlo, large, unknown_trips=k)), hlo=hlo, compile_seconds=took,
+        cycles=times * cycles(hlo, unknown_trips=k),
     )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ class Plan:
                 "source": step.source, "peak_bytes_per_chip": step.peak_bytes,
                 "argument_bytes_per_chip": step.argument_bytes,
                 "temporary_bytes_per_chip": step.temporary_bytes,
-                "collectives": step.collectives(), "copies": step.copied(),
+                "collectives": step.collectives(), "copies": step.copied(), "cycles": step.cycles,
                 "flops": step.work.flops, "bytes_accessed": step.work.num_bytes,
                 "roofline_seconds": step.seconds, "compile_seconds": step.compile_seconds,
             }
@@ -191,13 +191,14 @@ def _steps(plan: Plan) -> list[str]:
     lines = [
         f"Steps on each chip ({source})",
         f"  {'':<16}{'arguments':>10}{'temporary':>10}{'peak GiB':>10}{'TFLOP':>9}"
-        f"{'GB read':>9}{'roofline ms':>13}",
+        f"{'GB read':>9}{'roofline ms':>13}{'Mcycles':>9}",
     ]
     for step in plan.steps:
         sizes = (step.argument_bytes, step.temporary_bytes, step.peak_bytes)
         cells = "".join(f"{size / _GIB:10.2f}" for size in sizes)
         cells += f"{step.work.flops / 1e12:9.3f}{step.work.num_bytes / 1e9:9.2f}"
-        lines.append(f"  {step.name:<16}{cells}{step.seconds * 1e3:13.2f}")
+        estimate = "" if step.cycles is None else f"{step.cycles / 1e6:9.1f}"
+        lines.append(f"  {step.name:<16}{cells}{step.seconds * 1e3:13.2f}{estimate}")
     return lines
 
 

@@ -61,8 +61,8 @@ def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
 
 
 # Each drafter and each kind, on one device and on 8, not all together: "rules" are all of them, and
-# rows that come and go are served with a K that is chosen. What meshes of TPUs are given of the
-# others test_no_copies_on_slices.py sees.
+# rows that come and go are served with a K that is chosen. Others: test_no_copies_on_slices.py,
+# and, sampled, test_compiled_plans.py.
 @pytest.mark.parametrize(("name", "last", "rules"), [
     ("auto, lookup", None, None),
     *((name, "model", None) for name in ("autoregressive", "rules", "sampled", "lookup")),

@@ -2,8 +2,8 @@
 
 All is set before any JAX backend exists. Nearly all the time of the tests is that of compiling
 small programs, and what they compute does not depend on how well LLVM does it. None is kept on
-disk: compiled so fast, a program takes as long to read as to compile. Most imports are in fixtures,
-since the process that hands out the tests reads this file as well, while the others wait for it.
+disk: it would take as long to read. Most imports are in fixtures, since the process that hands out
+the tests reads this file too, while the others wait.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ jax.devices()  # from now on no command that a test runs in this process changes
 
 _TESTS = Path(__file__).parent
 _MOST_MAPS = 50_000  # of 65,530; a file of tests adds some thousand
-# From the longest on: what begins last is short, so that no worker waits for another.
+# The longest come first, then the largest files: at the end no worker waits long for another.
 _SLOW = (
     "planning/test_compiled_plans.py", "planning/test_no_copies_on_slices.py",
     "planning/test_no_copies.py", "launch/test_many_processes.py", "docs/test_readme.py",
@@ -73,10 +73,11 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the slow files, which are marked as such."""
-    places: dict[pytest.Item, int] = {}
+    places: dict[pytest.Item, tuple[int, int, str]] = {}
     for item in items:
         name = item.path.relative_to(_TESTS).as_posix()
-        places[item] = _SLOW.index(name) if name in _SLOW else len(_SLOW)
+        place = _SLOW.index(name) if name in _SLOW else len(_SLOW)
+        places[item] = place, -item.path.stat().st_size, name
         if name in _SLOW:
             item.add_marker("slow")
     items.sort(key=places.__getitem__)

@@ -1,8 +1,7 @@
 """The sampler, beside the stock one, and a draft model's programs in the engine's own classes.
 
-Where vllm-tpu is installed. The draft model is a stand-in without attention, so what is seen here
-is who takes in what, on how many ranks, and what is compiled; benchmarks/vllm_engine.py drafts with
-models.
+Where vllm-tpu is installed. The draft model is a stand-in without attention: seen here is who takes
+in what, on how many ranks, and what is compiled. benchmarks/vllm_engine.py drafts with models.
 """
 
 import importlib.util

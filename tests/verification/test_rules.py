@@ -80,8 +80,7 @@ def test_fly_on_every_pattern_of_eight(window_size: int, window: str) -> None:
     assert (result.num_rescued.sum() > 0) == (window_size < 8)
 
 
-# Some of them by hand: what is emitted of a block, a letter per token, and why the first that is
-# not kept was refused.
+# By hand: what is emitted of a block, a letter per token, and why the first other was refused.
 W1, W2, REFERENCE = Fly(window_size=1), Fly(window_size=2), reference(window_size=2)
 BLOCKS: dict[str, tuple[Rule, str, str, str]] = {
     "nothing accepted": (W2, "xxxxx", "c", "REFUSED_WINDOW"),

@@ -97,8 +97,8 @@ class Rule:
         if self.clauses() and num_speculative_tokens <= window:
             raise FlyJaxError(
                 f"With num_speculative_tokens={num_speculative_tokens} no deferred window of "
-                f"window_size={window} fits into a block, so the published rule would rescue "
-                f"nothing: draft at least {window + 1} tokens, or make the window smaller."
+                f"window_size={window} fits into a block, and the published rule rescues nothing: "
+                f"draft at least {window + 1} tokens, shorten the window, or give boundary=defer."
             )
 
     def _conditions(self) -> Iterable[Condition]:

@@ -516,14 +516,10 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
 def _check_nothing_below(config: LlamaConfig, below: object) -> None:
     """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
     if below is not None and (config.head is not None or config.pard_token is not None):
-        what, drafts = (
-            ("draft model with a pard_token", "in one pass, which nothing below can shorten")
-            if config.head is None
-            else ("head", "from the states of the model above it alone")
-        )
+        what = "draft model with a pard_token" if config.head is None else "head"
         raise FlyJaxError(
             f"A {what} was given with a draft below it, or below a draft model with a lookup, and "
-            f"drafts {drafts}; make it the last --draft, and leave prompt_lookup_max out."
+            "takes no drafts from below; make it the last --draft, and leave prompt_lookup_max out."
         )
 
 

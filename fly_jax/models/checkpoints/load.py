@@ -297,8 +297,7 @@ def _stacking(
 def large_arrays_given_back() -> Iterator[None]:
     """Returns freed memory of large arrays to the system while it is entered; on glibc only.
 
-    By default glibc keeps it, and more of it with a larger model, since arrays that stay lie
-    between those that go (benchmarks/load_memory.py measures that with this it does not).
+    By default glibc keeps more with a larger model, as benchmarks/load_memory.py measures.
     """
     _set_malloc(_MMAP_THRESHOLD, _LARGE_BYTES)
     try:
@@ -437,8 +436,8 @@ class _Kept:
                         left, at = left[done:], at + done
 
                 self._convert(write)
-                data = self._mapped(partial)
-                os.pwrite(stream.fileno(), self._header(data), 0)
+                data, _, header = self._mapped(partial)
+                os.pwrite(stream.fileno(), header, 0)
             partial.replace(file)
         except OSError as error:
             say(
@@ -454,19 +453,21 @@ class _Kept:
     def _checked(self, file: Path) -> np.ndarray | None:
         """The bytes of a file; None where they are not those that were written."""
         with contextlib.suppress(OSError, ValueError):  # it is gone, or cut off
-            data = self._mapped(file)
-            header = self._header(data)
-            with file.open("rb") as stream:
-                if stream.read(len(header)) == header:
-                    return data
+            data, written, header = self._mapped(file)
+            return data if written == header else None
         return None
 
-    def _mapped(self, file: Path) -> np.ndarray:
-        """The bytes of all tensors; ValueError where a file has another size."""
+    def _mapped(self, file: Path) -> tuple[np.ndarray, bytes, bytes]:
+        """The bytes of all tensors, the header of the file and theirs; ValueError for its size."""
         begin = len(self._header(None))
         if file.stat().st_size != begin + self._size:
             raise ValueError(file)
-        return np.asarray(np.memmap(file, np.uint8, "r", begin))
+        with file.open("rb") as stream:
+            pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        data = np.frombuffer(pages, np.uint8, offset=begin)
+        header = self._header(data)
+        pages.madvise(mmap.MADV_DONTNEED)  # only what is used comes again, few rows of an embedding
+        return data, pages[:begin], header
 
     def _header(self, data: np.ndarray | None) -> bytes:
         """The beginning of the file, with the checksums of the data; as long without data."""

@@ -62,7 +62,7 @@ class Engine:
 
     Attributes:
       waiting: the requests that have no slot yet, the first to come in front.
-      prefill_seconds: in which prompts were run, of all requests so far.
+      prefill_seconds: in which prompts alone were run so far; those beside rounds count little.
       memory: of corrections; what it learns depends on what is decoded together.
       earlier: the last answers, if the lookup wants them; drawn and loosened ones depend on them.
       costs: from what K is chosen; None where it is fixed.

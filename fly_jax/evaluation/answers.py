@@ -6,6 +6,7 @@ import collections
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,8 @@ def answer_items(
             engine.forget()
             engines[name] = engine, missing
     total, left = len(items) * len(configs), sum(len(missing) for _, missing in engines.values())
-    with tqdm(total=total, initial=total - left, disable=None, smoothing=0.02) as bar:
+    pace = 0.1 if sys.stderr.isatty() else 60.0  # seconds from line to line; a log has few
+    with tqdm(total=total, initial=total - left, smoothing=0.02, mininterval=pace) as bar:
         for first in range(0, len(items), _GROUPS * batch_size):
             group = range(first, first + _GROUPS * batch_size)
             for name, (engine, missing) in engines.items():

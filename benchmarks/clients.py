@@ -43,7 +43,7 @@ _LENGTH, _NEW_TOKENS, _LEAST = 1280, 64, 12
 
 def asked(engine: Engine, prompts: Sequence[Sequence[int]], clients: int) -> dict[str, Any]:
     """What these clients see while they ask for twice as many answers, at least 12."""
-    number, prefill = max(2 * clients, _LEAST), engine.prefill_seconds
+    number = max(2 * clients, _LEAST)
     left = iter([prompts[at % len(prompts)] for at in range(number)])
     before = collections.Counter(engine.costs.num_rounds if engine.costs else {})
     open_ones, done, begin = list[RequestState](), list[RequestState](), time.perf_counter()
@@ -58,7 +58,6 @@ def asked(engine: Engine, prompts: Sequence[Sequence[int]], clients: int) -> dic
     rounds = collections.Counter(engine.costs.num_rounds if engine.costs else {}) - before
     found = {
         "tokens_per_second": sum(len(one.generation.token_ids) for one in done) / seconds,
-        "prefill_seconds": engine.prefill_seconds - prefill,
         "first_token_seconds": statistics.median(one.first_token_seconds or 0.0 for one in done),
         "rounds_by_depth": dict(rounds),
     }

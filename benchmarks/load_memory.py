@@ -9,9 +9,8 @@ of the first, and loads each in two processes on a mesh of two devices. What a p
 its shards must not grow with the model. Writes results/load_memory.json. Takes a minute or two and
 5 GB of disk; `--folder` keeps the checkpoints for the next time.
 
-Memory is the anonymous part of the resident set (RssAnon), read from /proc every 5 ms; pages of
-mapped files, which the kernel can drop at any time, are not in it. VmHWM, the kernel's own peak of
-the whole resident set, is written beside it.
+Memory is the anonymous part of the resident set (RssAnon), read from /proc every 5 ms, without
+pages of mapped files; VmHWM, the kernel's own peak of the whole set, is written beside it.
 
 The second times the command from its start to the end of one token, the first time and the second,
 with caches of its own, and what six chats of different lengths compile. Writes results/start.json.
@@ -101,10 +100,8 @@ def write_checkpoint(folder: Path, model: LlamaConfig) -> None:
 
 def memory(field: str) -> int:
     """A field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}.")
+    _, _, behind = Path("/proc/self/status").read_text().partition(f"\n{field}:")
+    return int(behind.split()[0]) * 1024
 
 
 def load(folder: str, dtype: str, coordinator: str, process_id: int) -> dict[str, Any]:

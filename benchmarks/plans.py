@@ -27,8 +27,8 @@ from fly_jax.verification.rules.loosened import Margin
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 PARD, HEAD, LARGE_HEAD = "pard-llama-3.2-1b", "eagle3-llama-3.1-8b", "eagle3-llama-3.3-70b"
 BLOCKS = ("dflash-qwen-3-8b", "dspark-qwen-3-8b", "eagle3-qwen-3-8b")
-HEAD_TOKENS = 7  # a head proposes to a target
-BELOW_TOKENS = {PARD: 8, HEAD: 6}  # what stands below a draft model, at a time
+DFLASH, HEAD_TOKENS = "dflash-llama-3.1-8b", 7  # a head proposes to a target, DFlash as below
+BELOW_TOKENS = {PARD: 8, HEAD: 6, DFLASH: 9}  # what stands below a draft model, at a time
 
 
 def _rounds(k: int, below: str | None = None) -> RoundSpec:
@@ -50,7 +50,7 @@ SPECS = {
         f"405B bf16, 8B over {what}, v5e 8x8": replace(
             ON_64, below=(preset(below),), rounds=_rounds(25, below), level_accepted_tokens=5.0
         )
-        for what, below in (("PARD", PARD), ("its head", HEAD))
+        for what, below in (("PARD", PARD), ("its head", HEAD), ("DFlash", DFLASH))
     },
     **{
         f"Qwen3 8B bf16, {draft}, v5e 2x2": replace(
@@ -70,8 +70,8 @@ SLICES = (
 DRAFTS = (
     (("llama-3.1-8b",), None), *((("llama-3.1-8b", PARD), one) for one in (None, 5.0, 9.0)),
     *((("llama-3.1-8b", HEAD), one) for one in (None, 5.0, 7.0)),
-    (("llama-3.2-1b",), None), (("llama-3.2-1b", PARD), 3.0), ((PARD,), None),
-    ((HEAD,), None), ((LARGE_HEAD,), None),
+    (("llama-3.1-8b", DFLASH), None), (("llama-3.2-1b",), None), (("llama-3.2-1b", PARD), 3.0),
+    ((PARD,), None), ((HEAD,), None), ((DFLASH,), None), ((LARGE_HEAD,), None),
 )  # fmt: skip
 MOST = {"llama-3.1-405b": 25, "llama-3.1-70b": 15, "llama-3.1-8b": 8}  # K of draft models
 RULES = {"exact": Exact(), "fly": Fly()}
@@ -81,7 +81,7 @@ def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, Any]]:
     """A row for each draft or stack of drafts of a target on a slice."""
     for drafts, level_accepted in DRAFTS:
         first, *below = map(preset, drafts)
-        k = MOST[target] if first.head is None else HEAD_TOKENS
+        k = MOST[target] if first.head is None else 9 if DFLASH in drafts else HEAD_TOKENS
         if first.head is not None and first.head.target_embed_size != preset(target).embed_size:
             continue
         spec = PlanSpec(

@@ -501,7 +501,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         if isinstance(config.head, Block):
             kind, given["least_confidence"] = BlockDraft, static.draft_confidence
         elif config.head is not None:
-            kind = HeadDraft
+            kind, given["rests"] = HeadDraft, rests
         elif config.pard_token is not None:
             kind, given["rests"] = ParallelDraft, lags or rests
         else:

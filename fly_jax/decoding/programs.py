@@ -213,16 +213,21 @@ class Programs:
     def _index(self, row: int) -> Array:
         return self.put(np.asarray(row, np.int32))
 
+    @property
+    def may_skip_prompts(self) -> bool:
+        """Tells whether a drafter may lack prompts: one that rests, and reads text alone."""
+        drafter = self._drafter
+        return drafter is not None and drafter.rests and not drafter.needs_hidden
+
     def prefill_chunk(
         self, state: DecodeState, size: int, start: int, attended: int, *, drafts: bool = True
     ) -> DecodeState:
         """Runs `size` more tokens of all rows' prompts, from `start` on; the state is donated.
 
-        Without `drafts` a drafter that may lack them (see `Drafter.rests`) is left out.
+        Without `drafts` a drafter that may lack them (`may_skip_prompts`) is left out.
         """
         models, begin = (self._parameters, self._resting), self._index(start)
-        may_rest = self._drafter is not None and self._drafter.rests
-        given = begin, self.put(np.asarray(drafts)) if may_rest else None
+        given = begin, self.put(np.asarray(drafts)) if self.may_skip_prompts else None
         return self._call(_prefill_chunk, self._shapes, size, attended, *models, state, *given)
 
     def run(

@@ -142,8 +142,8 @@ class RoundProgram:
         given = static.depths, strict_tail, state.limit - state.length, num_behind
         rates, num_passes = None, None
         if self.drafter is not None and self.drafter.rates_drafts:
-            # Of a draft yet to be drawn: the first is always made.
-            num_passes = jnp.maximum(jnp.asarray(static.depths, jnp.int32), 1)
+            # Of a draft yet to be drawn: one that does not rest always makes the first.
+            num_passes = jnp.maximum(jnp.asarray(static.depths, jnp.int32), not self.drafter.rests)
         if draft is not None and draft.rates is not None:
             is_real = jnp.arange(draft.rates.shape[1]) < draft.num_drafted[:, None]
             rates, num_passes = jnp.where(is_real, draft.rates, 0), jnp.sum(draft.num_passes)
@@ -165,6 +165,9 @@ class RoundProgram:
             depth, least_rate = worth_drafting(state.stats, self.static.depths)
             room = state.limit - state.length - 1
             depth = jnp.minimum(depth, jnp.where(least_rate > 0, room, k))
+            if drafter.rests:  # no pass is made where, by what was kept so far, none would pay
+                likely, _ = self._depth(state, ~state.finished)
+                depth = jnp.where((least_rate > 0) & (likely == 0), 0, depth)
         wanted = None if depth is None else jnp.full_like(state.length, depth)
         # For a finished row nobody is to wait.
         if drafter.adapts or drafter.rests or least_rate is not None:

@@ -28,7 +28,7 @@ _LEAST_KEPT, _LEAST_RATED_KEPT = 0.5, 0.05
 # Before anything is known: the draft tokens that rows keep, of those usually hoped for, and the
 # share that a level below saves of the passes of the draft model that it could save. Else nobody
 # would find out.
-_FIRST_KEPT, _HOPED_SAVED = 2.0, 0.5
+_FIRST_KEPT, _HOPED_SAVED = 1.0, 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # How often a round of each depth is timed before the first request; the fastest counts. One that
@@ -77,8 +77,9 @@ class DepthCosts:
         self.current = self.num_speculative_tokens  # K of the last round that was read
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._found: dict[Program, np.ndarray] = {}  # the seconds that were timed
-        # Of a round of the least K with more passes; see `learn`.
+        # Of a round of the least K with more passes, and of a pass that was saved; see `learn`.
         self._lacking: dict[Program, float] = {}
+        self._saved: dict[Program, float] = {}
         self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
         self._pass_seconds: dict[Program, float] = {}
         self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
@@ -90,16 +91,19 @@ class DepthCosts:
         self.read_seconds = 0.0  # that a draft model takes for a token of a prompt
 
     def learn(
-        self, program: Program, seconds: ByDepth, num_passes: ByDepth = (), lacking: float = 0.0
-    ) -> None:
+        self, program: Program, seconds: ByDepth, num_passes: ByDepth = (), lacking: float = 0.0,
+        saved: float = math.inf,
+    ) -> None:  # fmt: skip
         """Takes the seconds of a round of each depth, and the draft model's passes in it.
 
         The target's pass over the fewest draft tokens is taken to be as long as over none. Nothing
         is taken to be longer than with more rows or positions: the machine may have been slow just
         then. `lacking` are the seconds of a round of the least K with a pass for what it lacked, or
-        where drafts are rated, with the draft of the largest.
+        where drafts are rated, with the draft of the largest. `saved` are those that a pass less
+        has saved, where a level below has saved some.
         """
         self._found[program], self._lacking[program] = np.asarray(seconds, np.float32), lacking
+        self._saved[program] = saved
         if any(num_passes) and self.depths[0] == 0:
             self._num_passes = np.asarray(num_passes, np.float32)
         for one in self._found:
@@ -122,20 +126,22 @@ class DepthCosts:
             # A first pass is wider than those after it, which are most of a long draft.
             enough = self._num_passes >= min(2.0, float(self._num_passes.max()))
             each = max(float(((found - found[0])[enough] / self._num_passes[enough]).min()), 0.0)
+            each = min(each, self._saved[program])  # not what wider passes of the target take
             found = np.maximum(found - each * self._num_passes, found[0])
         return found.copy(), each
 
     def measure(
         self, programs: Programs, state: DecodeState, inputs: RuleInputs, one: DecodeState,
-        lacking: DecodeState | None, rows: int,
+        lacking: DecodeState | None, rows: int, repeating: DecodeState,
     ) -> DecodeState:  # fmt: skip
         """Times a round of each depth by a program that has been compiled.
 
         The slots of `state`, which is donated, are free; the first `rows` then decode `one`, or
-        `lacking`, of whose text a draft model that rests has not seen all.
+        `lacking`, of whose text a draft model that rests has not seen all, or `repeating`, of which
+        a lookup below has.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
-        num_passes, lacks = dict.fromkeys(self.depths, 0.0), 0.0
+        num_passes, lacks, saved = dict.fromkeys(self.depths, 0.0), 0.0, math.inf
         assert attended is not None
 
         def run(
@@ -170,12 +176,17 @@ class DepthCosts:
             ran, seconds = min((run(lacking, depth) for _ in range(2)), key=lambda one: one[1])
             more = sum(one.num_passes for one in ran) - num_passes[depth] * len(ran)
             lacks = found[depth] + max(seconds - found[depth] * len(ran), 0.0) / max(more, 1)
+        if self._below and (k := self.num_speculative_tokens) and num_passes[k]:
+            ran, seconds = min((run(repeating, k) for _ in range(2)), key=lambda one: one[1])
+            fewer = num_passes[k] - sum(one.num_passes for one in ran) / len(ran)
+            if fewer > 0:
+                saved = max(found[k] - seconds / len(ran), 0.0) / fewer
         if self._rated and any(num_passes.values()):
             runs = (run(one, self.depths[0], self.num_speculative_tokens) for _ in range(_TIMINGS))
             lacks = min(seconds / len(ran) for ran, seconds in runs)
         for row in range(rows):
             state = programs.release(state.attending(None), row)
-        self.learn((rows, attended), list(found.values()), list(num_passes.values()), lacks)
+        self.learn((rows, attended), list(found.values()), list(num_passes.values()), lacks, saved)
         return state
 
     def measure_reading(

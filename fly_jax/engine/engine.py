@@ -496,7 +496,7 @@ class Engine:
         if self.costs is not None and rounds:
             places = sorted({(end, number) for _, end, number in rounds})
             state = self._time_depths(state, inputs[kinds[0]], places)
-        if self.costs is not None and new_chunks and cast(Drafter, self.drafter).rests:
+        if self.costs is not None and new_chunks and programs.may_skip_prompts:
             number, size, end = max(new_chunks, key=lambda chunk: chunk[1])
             rows = self._prefill.rows([], number)
             self.costs.measure_reading(programs, rows, size, end)
@@ -512,18 +512,18 @@ class Engine:
         """
         assert self.costs is not None
         # A lookup alone must find something, at every depth; one below a draft model must not.
-        looks_up = isinstance(self.drafter, Lookup)
-        period = self.spec.static.num_speculative_tokens + 1 if looks_up else self._vocab_size
+        periods = (self.spec.static.num_speculative_tokens + 1, self._vocab_size)
         for attended, number in places:
-            length = min(max(attended // 2, 1), self.max_length - 1)
-            prompt = [period - 1 - at % period for at in range(length)]
+            length = range(min(max(attended // 2, 1), self.max_length - 1))
+            repeating, prompt = ([end - 1 - at % end for at in length] for end in periods)
+            prompt = repeating if isinstance(self.drafter, Lookup) else prompt
             row, lacking = self._row_read(prompt), None
-            if cast(Drafter, self.drafter).rests:
-                lacking = self._row_read(prompt, min(length // 2, 2 * CATCH_UP_AFTER))
+            if self._programs.may_skip_prompts:
+                lacking = self._row_read(prompt, min(len(length) // 2, 2 * CATCH_UP_AFTER))
             seated = self._programs.put_numbers(np.arange(self._row_steps[-1]) < number)
             inputs = dataclasses.replace(inputs, seated=seated)
-            state = state.attending(attended)
-            state = self.costs.measure(self._programs, state, inputs, row, lacking, number)
+            given = row, lacking, number, self._row_read(repeating)
+            state = self.costs.measure(self._programs, state.attending(attended), inputs, *given)
             state = state.attending(None)
         self.slots.forget()
         return state

@@ -103,6 +103,30 @@ def test_drafts_are_those_of_the_published_code(
         state = observe(state, VERDICT, block, draft=draft, live=np.array([True]))
 
 
+def test_a_head_that_has_rested_drafts_as_one_that_has_not() -> None:
+    """It makes no pass while nothing is wanted, and then takes in what the text has got since."""
+    text, drafts, lengths = recorded("eagle3", "official.", "lengths")
+    k, folders = drafts.shape[1], ("eagle3/target", "eagle3/official")
+    target, head = (load_llama(FIXTURES / one) for one in folders)
+    drafter = built(target, head, k, depths=(0, k))
+    seen, begun = jax.jit(features)(target, drafter, text), lengths[0] - 1
+    state = read(drafter, text[:, : text.shape[1]], seen[:, :begun], begun)
+    propose = jax.jit(lambda state, text, at, terms: drafter.propose(state, text, at, k, terms))
+    passes, ends = [], [*lengths[1:], lengths[-1]]
+    for at, (length, end, expected) in enumerate(zip(lengths, ends, drafts, strict=True)):
+        wanted = 0 if at % 9 else k
+        given = text, length[None], Terms(np.array([wanted]))
+        behind = drafter.passes_behind(state, length[None], np.array([True]))
+        draft, state = propose(state, *given)
+        passes.append(draft.num_passes.item())
+        assert passes[-1] == (behind + k if wanted else 0)
+        if wanted:
+            np.testing.assert_array_equal(draft.tokens[0], expected)
+        block = seen[:, length - 1 : end - 1]
+        state = drafter.observe(state, VERDICT, block, draft=draft, live=np.array([True]))
+    assert max(passes) > k, "it never lacked more than a draft takes in"
+
+
 def test_drafts_of_one_pass_are_those_of_the_published_code() -> None:
     """With acceptances of every length and the caches that they leave."""
     text, drafts, lengths = recorded("pard", "", "lengths")
@@ -276,11 +300,12 @@ def test_how_many_drawn_tokens_count_is_chosen_before_they_are_drawn(monkeypatch
 
 
 def test_passes_of_a_head_are_timed_where_a_lookup_in_front_finds_nothing() -> None:
+    """With K = 0 it rests."""
     spec = pairs.SPECS["exact"].with_static(depths=(0, 2, 5), lookup=Lookup())
     engine = pairs.pair_engine(PAIR, spec, head_of("eagle3"), max_length=40)
     engine.warm_up_for(engine.requests(PROMPTS[:1], 20))
     assert engine.costs is not None
-    assert engine.costs._num_passes.tolist() == [1, 2, 5]
+    assert engine.costs._num_passes.tolist() == [0, 2, 5]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "pard"])

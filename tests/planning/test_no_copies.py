@@ -69,8 +69,9 @@ def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
     *((name, "model", None) for name in ("levels", "defer")),
     *((name, "model", "tensor_whole") for name in ("rules", "defer", "served")),
     *(("auto", "pard", one) for one in (None, "tensor")), ("head below", "eagle", None),
-    ("defer", "eagle", None), ("sampled", "eagle", None), ("auto", "eagle", "tensor_whole"),
-    ("auto", "block", None), *(("head below", one, None) for one in ("block", "pard")),
+    *((name, "eagle", None) for name in ("defer", "sampled", "auto")),
+    ("auto", "eagle", "tensor_whole"), ("auto", "block", None),
+    *(("head below", one, None) for one in ("block", "pard")),
 ])  # fmt: skip
 def test_no_round_copies_a_cache_or_a_stack(name: str, last: str | None, rules: str | None) -> None:
     static = KINDS[name].static

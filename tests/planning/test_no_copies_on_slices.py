@@ -27,6 +27,7 @@ LARGE, MIDDLE, SMALL = (f"llama-3.1-{size}" for size in ("405b", "70b", "8b"))
     ("exact", LARGE, "pard-llama-3.2-1b", "v5e 8x8"),
     ("lookup", SMALL, "pard-llama-3.2-1b", "v5e 2x2"),  # which rests where that drafts
     ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "v5e 2x2"),
+    ("auto", "qwen-3-8b", "eagle3-qwen-3-8b", "v5e 2x2"),
     ("head below", LARGE, f"{SMALL} eagle3-{SMALL}", "v5e 8x8"),
     # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.
     ("lookup", "llama-3.2-3b", "llama-3.2-3b", "v5e 1x1"),

@@ -96,7 +96,8 @@ class Drafter(abc.ABC):
       num_earlier_tokens: of earlier answers in which it, or one below, looks (`Terms.earlier`).
       most_tokens: the longest draft that it can make; None for K.
       may_fall_short: it may propose fewer tokens than it was asked for.
-      rests: its state may lack any part of the text's end, which `propose` then takes in.
+      rests: its state may lack any part of the text's end, which `propose` then takes in, and, but
+        for what `needs_hidden`, any part of a prompt.
       adapts: a row that wants fewer tokens may save a pass.
       rates_drafts: it gives `Draft.rates` where `Terms.least_rate` is given: K is chosen behind it,
         if it draws nothing.

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms, top_probability
 from fly_jax.decoding.drafters.lookup import Growing
-from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
+from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, once, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache, held_caches
 from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block
-from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
+from fly_jax.shapes import Features, Hidden, Index, Logits, RowFlags, RowInts, Text, Tokens
 from fly_jax.verification.data import STATIC, column
 from fly_jax.verification.rules import Verdict
 
@@ -49,7 +49,7 @@ class HeadDrafter(LlamaDrafter):
 
     resumes = True
     needs_hidden = True
-    of_proposing = ("num_speculative_tokens", "lags", "least_confidence", "in_front")
+    of_proposing = ("num_speculative_tokens", "lags", "least_confidence", "in_front", "rests")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -73,8 +73,11 @@ class HeadDraft(HeadDrafter):
 
     What it computes of its own states is dropped, as in EAGLE's code: each round begins with a pass
     over the features of the last K + 1 positions, which are as many as a round may have settled.
-    Below a draft model, whose features lie as far as that model's own cache, some more are missing.
+    Below a draft model, whose features lie as far as that model's own cache, some more are missing,
+    and where it `rests` all of the rounds that it was not asked in.
     """
+
+    rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     rates_drafts = True
 
@@ -90,11 +93,16 @@ class HeadDraft(HeadDrafter):
         Below a draft model more are missing: its last pass may have given K + 1 tokens, the target
         and then that model one more each, and `keep` has given up the last slot before these.
         """
-        return self.num_speculative_tokens + (4 if self.lags else 1)
+        return self.num_speculative_tokens + (4 if self.lags else 2 if self.rests else 1)
 
     def room(self, num_speculative_tokens: int) -> int:
         """The first pass over a text that is shorter."""
         return max(self._width, num_speculative_tokens + 1)
+
+    def passes_behind(self, state: HeadState, length: RowInts, live: RowFlags) -> Index:
+        """Counts passes over the features of rounds in which it has rested."""
+        lacking = jnp.where(live, length - 1 - self._width - state.cache.length, 0)
+        return -(-jnp.max(lacking, initial=0) // self._width)
 
     @property
     def _head(self) -> Eagle3Head:
@@ -143,25 +151,40 @@ class HeadDraft(HeadDrafter):
             cache = cache.with_length(start)
             return cache.written(head.entries(*given(start, width), cache), self.layout)
 
-        cache, num_passes = state.cache, jnp.int32(0)
-        if self.lags:
-            cache, _, num_passes = caught_up(fill, cache, cache.length, start, width)
-        last = jnp.maximum(length - 2, 0)
-        cache = fill(cache, start).with_length(last)
-        hidden, fed, _ = head.run(*given(last, 1), cache)
+        cache, num_passes, last = state.cache, jnp.int32(0), jnp.maximum(length - 2, 0)
+        wanted = terms.of_each(length, num_speculative_tokens)
+        asked = wanted > 0 if self.rests else jnp.ones_like(wanted, bool)
+        is_asked = jnp.any(asked)
+        if self.lags or self.rests:
+            needed = jnp.where(asked, start, 0)
+            cache, _, num_passes = caught_up(fill, cache, cache.length, needed, width, start)
+
+        one = given(last, 1)  # read in the branch, a TPU's features would be copied for it
+
+        def first() -> tuple[Logits, Array]:
+            hidden, fed, _ = head.run(*one, cache)
+            return head.logits(hidden), fed
+
+        if self.rests:
+            cache = once(is_asked, lambda one: fill(one, start), cache).with_length(last)
+            nothing = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(first)
+            )
+            logits, fed = jax.lax.cond(is_asked, first, lambda: nothing)
+        else:
+            cache = fill(cache, start).with_length(last)
+            logits, fed = first()
         shape, least, scores = (rows, num_speculative_tokens), terms.least_rate, None
         if terms.sampling is not None:
             scores = jnp.zeros((*shape, self.config.vocab_size), jnp.float32)
 
         takeover = self._takeover(text, length, num_speculative_tokens, terms)
-        wanted = terms.of_each(length, num_speculative_tokens)
         put = jax.lax.dynamic_update_slice_in_dim
 
         def choose(
-            at: int | Index, hidden: Array, draft: Growing, scores: Array | None
+            at: int | Index, logits: Logits, draft: Growing, scores: Array | None
         ) -> tuple[Array, Growing, Array | None]:
             """The token of each row, and the draft and the scores with it."""
-            logits = head.logits(hidden)
             token = terms.choose(logits, length[:, None] + at, self.layout)
             rate, is_copied = top_probability(logits), column(draft.left < at)
             if takeover is not None:
@@ -179,7 +202,7 @@ class HeadDraft(HeadDrafter):
             (token, draft, scores), fed, cache = carry
             cache = cache.with_length(length - 2 + index)
             hidden, fed, new = head.run(token, fed, cache)
-            chosen = choose(index, hidden, draft, scores)
+            chosen = choose(index, head.logits(hidden), draft, scores)
             return chosen, fed, cache.written(new, self.layout)
 
         def goes_on(given: tuple[Array, _Carry]) -> Array:
@@ -195,7 +218,7 @@ class HeadDraft(HeadDrafter):
         most: int | Index = terms.most(num_speculative_tokens)
         rates = None if least is None else jnp.zeros(shape)
         empty = Growing(jnp.zeros(shape, jnp.int32), rates, jnp.full_like(length, shape[1]), wanted)
-        carry: _Carry = (choose(0, hidden, empty, scores), fed, cache)
+        carry: _Carry = (choose(0, logits, empty, scores), fed, cache)
         if takeover is None and least is None:
             carry = jax.lax.fori_loop(1, most, draft_one, carry)
         else:  # it ends where every row has its draft
@@ -203,12 +226,13 @@ class HeadDraft(HeadDrafter):
                 goes_on, lambda given: (given[0] + 1, draft_one(*given)), (jnp.int32(1), carry)
             )
         (_, made, scores), _, cache = carry
-        num_passes = (num_passes + jnp.maximum(most, 1)).astype(jnp.int32)
+        num_passes = (num_passes + jnp.maximum(most, 1) * is_asked).astype(jnp.int32)
         count = wanted if least is None else jnp.minimum(wanted, most)
         draft = Draft(made.tokens, scores, count, num_passes[None], made.rates)
         draft = draft if takeover is None else takeover.ended(draft, made)
         known = length - 1
-        return draft, HeadState(cache.with_length(known), state.features.with_length(known))
+        held = jnp.where(asked, known, state.cache.length)
+        return draft, HeadState(cache.with_length(held), state.features.with_length(known))
 
     def keep(self, state: HeadState, start: RowInts, hidden: Features | None) -> HeadState:
         """Keeps the features of a pass, which may begin with a changed token."""

@@ -355,10 +355,10 @@ def load_pair(
     layouts: Layouts | None = None
     replicated: tuple[str, ...] = ()
     if devices.size > 1:
-        config = opened.target.config.with_vocabulary(vocab_size)
+        config = dataclasses.replace(opened.target.config, vocab_size=vocab_size)
         draft_config = config if own else None
         if opened.drafts:
-            draft_config = opened.drafts[0].config.with_vocabulary(vocab_size)
+            draft_config = dataclasses.replace(opened.drafts[0].config, vocab_size=vocab_size)
         chip = chip_of(jax.devices()[0].device_kind)
         matrices = INT8 if int8 or stored_int8 else None
         wanted = dataclasses.replace(workload or Workload(), matrices=matrices)

@@ -127,10 +127,6 @@ class LlamaConfig:
         has_all = self.num_layers <= num_tensors
         self._check(has_all, f"there are {num_tensors} tensors", "num_layers")
 
-    def with_vocabulary(self, size: int) -> LlamaConfig:
-        """A copy without the rows that pad its vocabulary beyond so many tokens."""
-        return dataclasses.replace(self, vocab_size=size)
-
     @property
     def unknown_row(self) -> int:
         """The value in `token_rows` of a token that is never drafted, where not all have a row."""

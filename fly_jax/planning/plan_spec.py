@@ -261,7 +261,8 @@ class PlanSpec:
     def without_padding(self) -> PlanSpec:
         """A copy with one vocabulary, without the padding of the larger one."""
         size = min(architectures.shared_vocabulary(self.target, one) for one in self.drafts)
-        target, draft, *below = (one.with_vocabulary(size) for one in (self.target, *self.drafts))
+        models = (dataclasses.replace(one, vocab_size=size) for one in (self.target, *self.drafts))
+        target, draft, *below = models
         return dataclasses.replace(self, target=target, draft=draft, below=tuple(below))
 
     def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:

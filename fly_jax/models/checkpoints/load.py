@@ -97,7 +97,8 @@ class Checkpoint:
             architectures.shared_vocabulary(self.config, draft.config, own)
         check_same_vocabulary(self.tokenizer, draft.tokenizer)
         # Its own token for drafting may be beyond those in common.
-        draft.config.with_vocabulary(min(draft.config.vocab_size, self.config.vocab_size))
+        size = min(draft.config.vocab_size, self.config.vocab_size)
+        dataclasses.replace(draft.config, vocab_size=size)
 
 
 def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
@@ -157,7 +158,7 @@ def load_llama(
     source = open_weights(checkpoint) if isinstance(checkpoint, Path) else checkpoint.source
     config = source.config
     if vocab_size not in (None, config.vocab_size):
-        config = config.with_vocabulary(vocab_size)
+        config = dataclasses.replace(config, vocab_size=vocab_size)
     if layout is None and _has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
         kept = _Kept(source, np.dtype(dtype), int8=int8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 import time
@@ -362,12 +363,8 @@ class StopChecker:
     def _num_safe(self, text: str) -> int:
         """The number of held tokens before any in whose text a stop string may have begun."""
         begun = max((_overlap(text, stop) for stop in self._stops), default=0)
-        end, safe = 0, len(text) - begun
-        for number, token in enumerate(self._held):
-            end += len(token.text)
-            if end > safe:
-                return number
-        return len(self._held)
+        ends = itertools.accumulate(len(token.text) for token in self._held)
+        return sum(end <= len(text) - begun for end in ends)
 
     def _released(self, settled: Settled, number: int) -> Settled | None:
         given, self._held = self._held[:number], self._held[number:]

@@ -232,9 +232,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yields the settings that would have rescued something in these rounds."""
     strictness, eos = strictness_of(config), pair.tokenizer.eos_token_ids
-    protected = np.zeros(pair.target.config.vocab_size, bool)
-    ids = {*pair.protected_token_ids(config.limits.protect), *eos}
-    protected[[token for token in ids if 0 <= token < len(protected)]] = True
+    ids = [*pair.protected_token_ids(config.limits.protect), *eos]
+    protected = np.isin(np.arange(pair.target.config.vocab_size), ids)
     for value in strictness.values(rounds, _VALUES):
         for size in windows:
             one = config.replace(**{strictness.name: value, "window_size": size})

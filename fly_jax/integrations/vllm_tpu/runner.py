@@ -189,9 +189,8 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         if limits.memory is not None:
             least = limits.csd_min_count
             keys = load_memory(Path(limits.memory), tokenizer.digest, min_count=least).keys()
-        protected = np.zeros(self.vocab_size, bool)
         ids = [*tokenizer.control_token_ids, *tokenizer.matching(limits.protect)]
-        protected[[token for token in ids if token < self.vocab_size]] = True
+        protected = np.isin(np.arange(self.vocab_size), ids)
         rows = RowRules(config, 2 * self.max_num_reqs)  # preempted requests keep their budgets
         k = self.speculative_config.num_speculative_tokens
         return LoosenedSampler(self.mesh, rows, max_drafted=k, protected=protected, memory=keys)

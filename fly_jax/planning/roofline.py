@@ -174,13 +174,10 @@ def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[list[int], in
     """Sizes of the mesh axes along which a group of devices lies, and its stride (`group_of`)."""
     if exchange.axes:
         return group_of(sizes, exchange.axes)
-    axes = tuple(sizes)
-    for first in range(len(axes)):
-        for last in range(len(axes), first, -1):
-            found = group_of(sizes, axes[first:last])
-            if math.prod(found[0]) == exchange.group_size:
-                return found
-    return [exchange.group_size], 1
+    axes, size = tuple(sizes), exchange.group_size
+    parts = (axes[first:last] for first in range(len(axes)) for last in range(len(axes), first, -1))
+    found = (group_of(sizes, part) for part in parts)
+    return next((one for one in found if math.prod(one[0]) == size), ([size], 1))
 
 
 PUBLISHED_K = 25  # of FLy on Llama-3.1-405B with an 8B draft (arXiv 2511.22972)

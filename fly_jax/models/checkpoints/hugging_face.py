@@ -296,8 +296,8 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]  # as stored; matrices are [out, in]
     dtype: str  # as the header spells it, such as "BF16"
-    begin: int  # place of its first byte, from the header's end on
-    end: int  # place of the one after it
+    begin: int  # place of its first byte in the file
+    end: int  # place of the one after its last
 
     def mapped(self) -> np.ndarray:
         """The numbers in a mapped file, read as they are looked at."""
@@ -315,10 +315,7 @@ class StoredTensor:
         return all(np.array_equal(one[some], two[some]) for some in ends)
 
     def _bytes(self) -> np.ndarray:
-        with self.file.open("rb") as stream:
-            header = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        begin = _LENGTH_BYTES + header + self.begin
-        return np.asarray(np.memmap(self.file, np.uint8, "r", begin, (self.end - self.begin,)))
+        return np.asarray(np.memmap(self.file, np.uint8, "r", self.begin, (self.end - self.begin,)))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -379,11 +376,12 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         with file.open("rb") as stream, safe_open(file, "numpy"):
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             header: dict[str, Any] = json.loads(stream.read(length))
+            data = stream.tell()  # where the tensors begin, from which the header counts
         header.pop("__metadata__", None)
         for name, entry in header.items():
             match entry:
                 case {"dtype": str(dtype), "shape": shape, "data_offsets": [begin, end]}:
-                    found[name] = StoredTensor(file, tuple(shape), dtype, begin, end)
+                    found[name] = StoredTensor(file, tuple(shape), dtype, data + begin, data + end)
                 case _:  # a form that the package takes and nobody writes
                     raise SafetensorError(f"{name} lacks a dtype, a shape or two data_offsets")
     except OSError as error:

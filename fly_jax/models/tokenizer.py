@@ -211,13 +211,14 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     return Tokenizer(vocabulary, eos_ids, controls, _chat_template(folder, settings), special)
 
 
-def check_unicode(text: str, name: str) -> None:
-    """Raises FlyJaxError for bytes of a command line, or half of a pair that JSON can spell."""
+def check_unicode(text: str, name: str) -> str:
+    """Returns a text; FlyJaxError for bytes of a command line, or half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         said = f"{name} holds a character that is not valid Unicode; give it as UTF-8."
         raise FlyJaxError(said) from error
+    return text
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

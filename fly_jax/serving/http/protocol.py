@@ -47,16 +47,11 @@ _ALIKE = 0.9
 # A text, its tokens, or a conversation as a chat template takes it.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
-
-def _written(text: str) -> str:
-    """Returns a text; ValueError for half a surrogate pair, which JSON can spell and UTF-8 not."""
-    check_unicode(text, "it")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_written)]
+# Refuses half a surrogate pair, which JSON can spell and UTF-8 not.
+_WRITTEN = AfterValidator(lambda text: check_unicode(text, "it"))
+Text = Annotated[str, _WRITTEN]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterValidator(_written)]
+StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), _WRITTEN]
 # Checks of a list stop at its first wrong entry: to report all takes seconds and gigabytes.
 _Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
 _Texts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]

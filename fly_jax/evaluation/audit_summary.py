@@ -30,9 +30,8 @@ def token_class(text: str) -> str:
         return "digits"
     if _IDENTIFIER.search(word):
         return "identifiers"
-    if not any(character.isalpha() for character in word):
+    if not (first := next(filter(str.isalpha, word), "")):
         return "operators" if set(word) <= _OPERATORS else "punctuation"
-    first = next(character for character in word if character.isalpha())
     return "capitalised" if first.isupper() else "words"
 
 

@@ -202,10 +202,9 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
                 "takes added tokens from tokenizer.json: write one with transformers' "
                 "AutoTokenizer.from_pretrained(…).save_pretrained(…)."
             )
-    eos = ids.get(special.get("eos_token", ""))
-    eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     told = ends_of_text(folder) if config is None else config.eos_token_ids
-    eos_ids = tuple(dict.fromkeys(eos_ids + told))
+    ends = (ids.get(special.get("eos_token", "")), *told)
+    eos_ids = tuple(dict.fromkeys(one for one in ends if one is not None))
     named = {ids[name] for name in (*special.values(), *marked) if name in ids}
     controls = tuple(sorted(vocabulary.control_ids | named | set(eos_ids)))
     return Tokenizer(vocabulary, eos_ids, controls, _chat_template(folder, settings), special)

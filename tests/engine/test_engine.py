@@ -294,8 +294,7 @@ def test_a_round_that_is_there_with_its_prompt_takes_more_than_no_time() -> None
     engine.step()
     jax.block_until_ready(engine._pending[0].output)
     time.sleep(0.2)
-    while not engine.is_idle:
-        engine.step()
+    finished(engine, [])
     assert state.generation.seconds > 0.1
 
 

@@ -1,22 +1,18 @@
-"""One of several processes that decode through the library; writes what it got to a file."""
+"""One of several processes that decode through the library with FLy.
+
+It writes to a file what follows each prompt, and after how many rounds that is done.
+"""
 
 import json
 import sys
 from pathlib import Path
 
-from fly_jax import Fly, Pair, generate, load_pair
+from fly_jax import Fly, generate, load_pair
 from fly_jax.sharding.processes import detect_process, initialize
 
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
 MAX_NEW_TOKENS = 12
-
-
-def results(pair: Pair) -> list[list[object]]:
-    """What follows each prompt with FLy, and after how many rounds it is done."""
-    sizes = {"num_speculative_tokens": 4, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 3}
-    found = generate(pair, PROMPTS, rule=Fly(window_size=2), **sizes)
-    return [[row.token_ids, row.num_rounds] for row in found]
 
 
 def main() -> None:
@@ -25,8 +21,10 @@ def main() -> None:
     process = detect_process(given["coordinator_address"], *place)
     initialize(process, timeout=240)
     pair = load_pair(given["target"], given["draft"], mesh=given["mesh"], dtype="float32")
+    sizes = {"num_speculative_tokens": 4, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 3}
+    found = generate(pair, PROMPTS, rule=Fly(window_size=2), **sizes)
     path = Path(given["folder"], f"results_{process.process_id}.json")
-    path.write_text(json.dumps(results(pair)))
+    path.write_text(json.dumps([[row.token_ids, row.num_rounds] for row in found]))
 
 
 if __name__ == "__main__":

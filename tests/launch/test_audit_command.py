@@ -192,11 +192,9 @@ def test_what_the_target_alone_writes() -> None:
 
 
 def luminance(colour: str) -> float:
-    total = 0.0
-    for at, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
-        part = int(colour[at : at + 2], 16) / 255
-        total += weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
-    return total
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+    light = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    return 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2]
 
 
 def test_colours_can_be_told_from_their_background() -> None:

@@ -6,9 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
+from refusals import assert_refused
 
 from fly_jax.decoding.config import default_config
-from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http import protocol
 from fly_jax.serving.http.protocol import ApiError, ChatRequest, CompletionRequest
 from fly_jax.serving.http.request_builder import RequestBuilder
@@ -110,8 +110,7 @@ def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() 
     real = default_config(is_embedded=False)
     assert RequestBuilder.of(real).rules == ("margin",)
     assert RequestBuilder.of(real.replace(rule="fly")).rules == ("fly", "margin")
-    with pytest.raises(FlyJaxError, match="num_speculative_tokens=3"):
-        RequestBuilder.of(real, ["fly"])
+    assert_refused("num_speculative_tokens=3", RequestBuilder.of, real, ["fly"])
     unread = CompletionRequest(prompt=[1], fly={"margin_gap": 1})
     with pytest.raises(ApiError, match="margin_gap was given, and the rule exact does not"):
         RequestBuilder.of(real).requests(unread, [[1]], Mock(), tuple)
@@ -119,10 +118,10 @@ def test_rules_that_do_not_fit_the_servers_k_or_have_no_draft_are_not_offered() 
     asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
     with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):
         alone.requests(asked, [[1]], engine, tuple)
-    with pytest.raises(FlyJaxError, match="--rules was given and nothing is drafted"):
-        RequestBuilder.of(real.without_draft(), ["margin"])
-    with pytest.raises(FlyJaxError, match="has no window to defer"):
-        RequestBuilder.of(real.replace(boundary="defer", window_size=2))
+    nothing = "--rules was given and nothing is drafted"
+    assert_refused(nothing, RequestBuilder.of, real.without_draft(), ["margin"])
+    deferring = real.replace(boundary="defer", window_size=2)
+    assert_refused("has no window to defer", RequestBuilder.of, deferring)
 
 
 def test_a_server_that_draws_offers_its_rules_all_the_same() -> None:

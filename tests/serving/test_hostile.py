@@ -188,9 +188,7 @@ def test_a_server_is_called_by_its_names_only(service: Service, url: str) -> Non
 
 
 def limits_of(arguments: list[str], address: str = "::") -> ServerLimits:
-    values = Flags("serve", ServeFlags, ()).parse(arguments, "")
-    assert values is not None
-    return _limits(values, address)
+    return _limits(Flags("serve", ServeFlags).parse(arguments, ""), address)
 
 
 @pytest.mark.parametrize(("given", "at", "names"), [

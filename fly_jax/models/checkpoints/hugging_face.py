@@ -94,8 +94,7 @@ def row_blocks(shape: tuple[int, ...]) -> list[slice]:
 def on_all_cores(work: Callable[[Item], None], items: Iterable[Item]) -> None:
     """Runs the work for each item in threads: NumPy lets others run while it computes."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(work, items):
-            pass
+        list(pool.map(work, items))  # which raises what one has raised
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import functools
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from fastapi import APIRouter, Body, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,8 +27,6 @@ from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, 
 from fly_jax.serving.http.service import ResponseStream, Service
 
 _VERSION = importlib.metadata.version("fly_jax")
-_Completion = Annotated[protocol.CompletionRequest, Body()]
-_Chat = Annotated[protocol.ChatRequest, Body()]
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 415, 429, 503)
 }
@@ -68,12 +66,12 @@ def _answers(service: Service) -> APIRouter:
         return await asyncio.to_thread(lambda: JSONResponse(reply.model_dump(exclude_unset=True)))
 
     @router.post("/v1/completions", response_model=Completion)
-    async def completions(raw: Request, request: _Completion) -> Response:
+    async def completions(raw: Request, request: protocol.CompletionRequest) -> Response:
         """Continues texts."""
         return await answered(raw, request, TextStyle())
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(raw: Request, request: _Chat) -> Response:
+    async def chat_completions(raw: Request, request: protocol.ChatRequest) -> Response:
         """Continues a conversation."""
         return await answered(raw, request, ChatStyle())
 

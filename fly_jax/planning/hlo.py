@@ -373,7 +373,7 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
     for frame in frames(program, unknown_trips=unknown_trips):
         where = frame.count, frame.in_loop, frame.in_branch
         for one in frame.computation.instructions.values():
-            for array in _made(program, frame.computation, one):
+            for array in _made(program, one):
                 if _sizes(array.shape) in wanted and _reads(frame.computation, one, array):
                     num_bytes = math.prod(array.shape) * ITEM_BYTES.get(array.kind, 1)
                     found.append(Copy(one.opcode, one.name, array.shape, num_bytes, *where))
@@ -397,7 +397,7 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(size for size in shape if size > 1))
 
 
-def _made(program: Program, computation: Computation, one: Instruction) -> Iterator[Array]:
+def _made(program: Program, one: Instruction) -> Iterator[Array]:
     """The arrays that an instruction writes anew."""
     if one.opcode in _IN_PLACE:
         return

@@ -130,7 +130,6 @@ class Comparison:
         several = "" if result.deviation is None else f" ± {result.deviation:.1f}"
         drafts = result.accepted_by_position
         positions = sorted({1, 2, 4, 8, len(drafts)} & set(range(1, len(drafts) + 1)))
-        checked = f"{result.num_correct}/{result.num_checked}"
         return {
             "decoding": result.name, "tokens/s": f"{result.tokens_per_second:.1f}{several}",
             "speed-up": f"{self.speed_up(result):.2f}x",
@@ -142,7 +141,7 @@ class Comparison:
             "draft": or_dash(result.draft_share, "{:.0%}"),
             "rescued": str(result.num_rescued_tokens),
             "per 100 tokens": f"{result.rescued_per_100_tokens:.1f}",
-            "correct": checked if result.num_checked else "-",
+            "correct": f"{result.num_correct}/{result.num_checked}" if result.num_checked else "-",
             "retention": or_dash(self.retention(result), "{:.1%}"),
         }  # fmt: skip
 

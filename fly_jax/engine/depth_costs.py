@@ -99,8 +99,7 @@ class DepthCosts:
         The target's pass over the fewest draft tokens is taken to be as long as over none. Nothing
         is taken to be longer than with more rows or positions: the machine may have been slow just
         then. `lacking` are the seconds of a round of the least K with a pass for what it lacked, or
-        where drafts are rated, with the draft of the largest. `saved` are those that a pass less
-        has saved, where a level below has saved some.
+        where drafts are rated, with the draft of the largest; `saved`, what a pass less has saved.
         """
         self._found[program], self._lacking[program] = np.asarray(seconds, np.float32), lacking
         self._saved[program] = saved
@@ -137,8 +136,7 @@ class DepthCosts:
         """Times a round of each depth by a program that has been compiled.
 
         The slots of `state`, which is donated, are free; the first `rows` then decode `one`, or
-        `lacking`, of whose text a draft model that rests has not seen all, or `repeating`, of which
-        a lookup below has.
+        `lacking`, not all of which a draft model has seen, or `repeating`, where a lookup finds it.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         num_passes, lacks, saved = dict.fromkeys(self.depths, 0.0), 0.0, math.inf

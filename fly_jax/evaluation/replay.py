@@ -80,18 +80,15 @@ def _of_dispatch(
     fields = ("draft_tokens", "evidence", "num_drafted", "why", "count")
     found: dict[str, Any] = {name: getattr(output, name) for name in fields}
     awaited = [None if one is None or one.is_finished else one for one in occupants]
-    left = np.array([0 if one is None else _room(one, max_length) for one in awaited])
+    left = np.array([
+        min(len(one.request.prompt) + one.request.max_new_tokens, max_length)
+        - one.generation.num_tokens if one else 0 for one in awaited
+    ])  # fmt: skip
     prompt = np.array([-1 if one is None else numbers[one] for one in awaited])
     live = output.live & (prompt >= 0)
     found["room"] = left - (np.cumsum(found["count"], axis=0) - found["count"])
     found["prompt"] = np.broadcast_to(prompt, live.shape)
     return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[live], found))
-
-
-def _room(state: RequestState, max_length: int) -> int:
-    generation = state.generation
-    limit = len(generation.prompt_token_ids) + state.request.max_new_tokens
-    return min(limit, max_length) - generation.num_tokens
 
 
 def replay(

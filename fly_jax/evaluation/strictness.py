@@ -85,18 +85,17 @@ class Strictness:
         return sorted({float(f"{value:.3g}") for value in found})
 
 
-def _typical(rounds: Rounds) -> Levels:
-    probability, entropy = np.exp(rounds.evidence.log_prob), rounds.evidence.full_entropy
-    assert entropy is not None
-    return np.asarray(probability * np.exp(entropy))
-
-
 _TINY = float(np.finfo(np.float32).tiny)
 _OF_RULE = {
     "fly": Strictness("entropy_threshold", lambda rounds: np.asarray(rounds.evidence.entropy)),
     "lossy": Strictness("lossy_threshold", lambda one: np.exp(one.evidence.log_prob), 0.5, _TINY),
     "lenience": Strictness("lenience", lambda rounds: np.exp(-rounds.evidence.gap), 1.0, _TINY),
-    "typical": Strictness("typical_delta", _typical, 1.0, _TINY),
+    "typical": Strictness(
+        "typical_delta",
+        lambda rounds: np.exp(rounds.evidence.log_prob + np.asarray(rounds.evidence.full_entropy)),
+        1.0,
+        _TINY,
+    ),
     "margin": Strictness("margin_gap", lambda rounds: np.asarray(rounds.evidence.gap)),
 }
 CALIBRATED = tuple(_OF_RULE)

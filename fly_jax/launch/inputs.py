@@ -268,10 +268,15 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
             continue
         source = f"{name}, line {number}"
         try:
-            text = _decoded(line.removesuffix(b"\r"), source)
+            text = line.removesuffix(b"\r").decode()
             one = _prompt_of(text, source) if is_json else Prompt(text, source)
             _check_text(one.text, source)
             found.append(one)
+        except UnicodeDecodeError as error:
+            said = (
+                f"{source}: byte {error.start + 1} is not valid UTF-8; save the file as UTF-8, or "
+            )
+            _refuse(FlyJaxError(f"{said}give --skip_bad_prompts."), skip=skip_bad)
         except FlyJaxError as error:
             _refuse(error, skip=skip_bad)
     if not found:
@@ -280,16 +285,6 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
             'as {"prompt": "Once upon a time"}.'
         )
     return found
-
-
-def _decoded(line: bytes, source: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FlyJaxError(
-            f"{source}: byte {error.start + 1} is not valid UTF-8; save the file as UTF-8, or give "
-            "--skip_bad_prompts."
-        ) from error
 
 
 def _prompt_of(text: str, source: str) -> Prompt:

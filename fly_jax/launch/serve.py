@@ -165,7 +165,8 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
             limits = _limits(values, listening.getsockname()[0])
         pair, engine = _made(values, builder, LeadingEngine)
         stack.callback(engine.end)
-        name = values.served_model_name or _name(values.target)
+        path = Path(values.target or "fly_jax-embedded")  # or a hub id, which stays as it is
+        name = values.served_model_name or (path.resolve().name if path.exists() else str(path))
         _answer(values, Service(name, AsyncEngine(engine), pair, builder, limits), listening)
 
 
@@ -265,11 +266,3 @@ def _api_keys(values: ServeFlags) -> tuple[str, ...]:
             "out for none."
         )
     return tuple(key.strip() for key in keys)
-
-
-def _name(target: str | None) -> str:
-    """The name of the model: that of a file or a folder, or a hub id as it is."""
-    if target is None:
-        return "fly_jax-embedded"
-    path = Path(target)
-    return path.resolve().name if path.exists() else target

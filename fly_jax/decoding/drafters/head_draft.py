@@ -167,9 +167,7 @@ class HeadDraft(HeadDrafter):
 
         if self.rests:
             cache = once(is_asked, lambda one: fill(one, start), cache).with_length(last)
-            nothing = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(first)
-            )
+            nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(first))
             logits, fed = jax.lax.cond(is_asked, first, lambda: nothing)
         else:
             cache = fill(cache, start).with_length(last)
@@ -346,9 +344,7 @@ class BlockDraft(HeadDrafter):
         if terms.wanted is None:
             found = draft()
         else:
-            nothing = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft)
-            )
+            nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(draft))
             found = jax.lax.cond(jnp.any(terms.wanted > 0), draft, lambda: nothing)
             count = jnp.minimum(found.num_drafted, terms.wanted)
             found = dataclasses.replace(found, num_drafted=count)

@@ -84,7 +84,7 @@ def _run(values: GenerateFlags) -> None:
             "Without --draft the target decodes alone, one token at a time (rule autoregressive); "
             "--draft ngram drafts from the text itself, which stays the target's own."
         )
-    memory = _memory(values, inputs) if config.to_rule().uses_memory else None
+    memory = _memory(values, inputs) if inputs.rule.uses_memory else None
     pair = load_models(values, inputs)
     _decode(values, pair, memory, inputs)
     if compares:

@@ -31,6 +31,7 @@ from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import OpenPair, Pair
+    from fly_jax.verification.rules import Rule
 
 
 _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
@@ -53,6 +54,7 @@ class Inputs:
     """Inputs that are known before weights are read; in other processes prompts are texts alone."""
 
     config: DecodingConfig
+    rule: Rule
     models: OpenPair
     mesh: Mesh
     prompts: list[Prompt]
@@ -105,7 +107,7 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
 def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str] = ()) -> Inputs:
     """Reads the prompts, after these texts, opens models, and encodes; fails on all processes."""
     # The same on all of them, which have the same flags and process 0's config.
-    config.to_rule(), config.to_lookup()
+    rule, _ = config.to_rule(), config.to_lookup()
     with joint_errors():
         prompts = prompts_from_flags(values, texts) if process_id() == 0 else []
     models, mesh = open_models(values, config)
@@ -114,7 +116,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
     named, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
         prompts, ids = [Prompt(*one) for one in named], [CheckedPrompt(one) for one in ids]
-    return Inputs(config, models, mesh, prompts, ids)
+    return Inputs(config, rule, models, mesh, prompts, ids)
 
 
 def load_models(values: BatchFlags, inputs: Inputs) -> Pair:

@@ -578,6 +578,10 @@ class RoundStatic:
             return needs
         return needs | Needs(entropy=Entropy("full") if needs.full_entropy else Entropy())
 
+    def may_copy(self, drafter: Drafter | None) -> bool:
+        """Tells whether a lookup may draft in the drafter's place: where K is chosen, 0 too."""
+        return drafter is not None and drafter.num_models > 0 and 0 in self.depths
+
     def widths(self, drafter: Drafter | None) -> tuple[int, ...]:
         """Draft tokens that the target's pass may be made for, in ascending order."""
         k = self.num_speculative_tokens

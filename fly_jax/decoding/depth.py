@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int
 
 from fly_jax.shapes import DraftFlags, DraftFloats, Index, RowFlags, RowFloats, RowInts
 from fly_jax.verification.data import Count, column
@@ -33,20 +34,29 @@ class AcceptanceStats:
 
     Of a draft that has rates of its own those count, and the seconds.
 
-    The counts fade from round to round, with a draft or without. Costs are the seconds of a round
-    of each depth, the share of the expected draft tokens that it gives, and the seconds of a pass
-    in which a draft model takes in what it lacks, or where K is chosen behind the draft, of any
-    pass of the drafter; empty where K is fixed.
+    The counts fade from round to round, with a draft or without. Costs, by depth, are the seconds
+    of the target's pass; the share of the expected draft tokens that the drafter gives; the seconds
+    of a pass in which a draft model takes in what it lacks, or where K is chosen behind the draft,
+    of any pass of the drafter; else of all its passes; and the share that a lookup gives which
+    drafts in its place. They are empty where K is fixed.
     """
 
     matched: RowFloats  # draft tokens that the lossless rule took
     rescued: RowFloats  # mismatches that were kept
     refused: RowFloats  # mismatches that ended a block
     cut: RowFloats  # mismatches that ended one only because their window did not fit into it
-    costs: Float32[Array, "3 depths"]
+    costs: Float32[Array, "5 depths"]
 
 
-def initial_stats(rows: int, costs: Float32[Array, "3 depths"]) -> AcceptanceStats:
+class Choice(NamedTuple):
+    """A K, the draft tokens that are expected of it, and the tokens a second that it promises."""
+
+    depth: Index
+    expected: Float32[Array, ""]
+    speed: Float32[Array, ""]
+
+
+def initial_stats(rows: int, costs: Float32[Array, "5 depths"]) -> AcceptanceStats:
     """A guess that a few rounds overrule."""
     counts = _counts(_PRIOR_TOKENS, _PRIOR_STRICT_RATE, _PRIOR_LOOSE_RATE)
     matched, rescued, refused, cut = (jnp.full((rows,), one, jnp.float32) for one in counts)
@@ -70,9 +80,14 @@ def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceSt
     return stats
 
 
-def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> AcceptanceStats:
-    """Counts the fate of a round's draft in the live rows."""
-    why = verdict.why
+def observe(
+    stats: AcceptanceStats,
+    verdict: Verdict,
+    live: RowFlags,
+    is_asked: Bool[Array, ""] | None = None,
+) -> AcceptanceStats:
+    """Counts the fate of a round's draft in the live rows, if the drafter made it (`is_asked`)."""
+    why = verdict.why if is_asked is None else jnp.where(is_asked, verdict.why, Why.DROPPED)
 
     def count(kept: DraftFlags, before: RowFloats) -> Array:
         faded = before * 0.5 ** (1 / _HALF_LIFE) + jnp.sum(kept, axis=1, dtype=jnp.float32)
@@ -117,16 +132,21 @@ def choose_depth(
     stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], strict_tail: Count,
     left: RowInts, num_behind: Index, rates: DraftFloats | None = None,
     num_passes: Array | None = None,
-) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:  # fmt: skip
-    """Index of the depth that promises most tokens a second, and draft tokens expected of each.
+) -> Choice:  # fmt: skip
+    """The depth that promises most tokens a second.
 
     Args:
       left: tokens that each row may still get, which a round never exceeds.
       num_behind: passes that a draft model needs before it drafts; they count for all these tokens.
       rates: of the tokens that are drafted already, 0 where there are none; else `stats` say them.
-      num_passes: of a drafter that is not in the seconds of the costs, of any depth or of each.
+      num_passes: of a drafter whose K is chosen behind its draft, of any depth or of each; with
+        rates and 0 the draft is a lookup's.
     """
-    seconds, given, behind = stats.costs
+    seconds, given, behind, drafting, copied = stats.costs
+    if rates is None:
+        seconds += drafting
+    elif num_passes is not None:
+        given = jnp.where(num_passes > 0, given, copied)
     if num_passes is not None:
         seconds += num_passes * behind
     promised = (expected_tokens(stats, k, strict_tail, rates) for k in depths)
@@ -135,7 +155,8 @@ def choose_depth(
     more = jnp.sum(jnp.where(live, jnp.minimum(left, FORESEEN_TOKENS), 0))
     start = num_behind * behind / jnp.maximum(more, 1)
     speed = 1 / (seconds / (jnp.sum(live) + given * totals) + start)
-    return jnp.argmax(speed).astype(jnp.int32), totals
+    best = jnp.argmax(speed)
+    return Choice(jnp.asarray(depths, jnp.int32)[best], totals[best], speed[best])
 
 
 def worth_drafting(
@@ -148,7 +169,7 @@ def worth_drafting(
     share of the expected tokens that drafts give. Where K is not free, the rate is 0, and the draft
     has as many tokens as the only depth that is known.
     """
-    seconds, given, behind = stats.costs
+    seconds, given, behind, *_ = stats.costs
     is_known = jnp.isfinite(seconds)
     most = jnp.max(jnp.where(is_known, jnp.asarray(depths, jnp.int32), 0))
     wider = (seconds[-1] - seconds[0]) / (depths[-1] - depths[0])

@@ -101,7 +101,7 @@ class Rows(NamedTuple):
     seeds: UInt32[Any, " rows"]
     budget: Float32[Any, " rows"] | None  # in nats; None for a rule without one
     # See `AcceptanceStats`; empty where K is fixed, None if no rate is kept.
-    costs: Float32[Any, "3 depths"] | None = None
+    costs: Float32[Any, "5 depths"] | None = None
 
 
 class Programs:
@@ -182,7 +182,7 @@ class Programs:
         """A state of rows (on the host) whose prompts have not run; traced for abstract models."""
         depths = self.static.depths
         if depths or self.static.deferred_window:
-            rows = rows._replace(costs=np.zeros((3, len(depths)), np.float32))
+            rows = rows._replace(costs=np.zeros((5, len(depths)), np.float32))
         rows = jax.tree.map(self.put, rows)
         return self._call(_begin, self._shapes, positions, self._resting, rows)
 

@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import Emitted, close, defer
-from fly_jax.decoding.depth import choose_depth, observe, worth_drafting
+from fly_jax.decoding.depth import Choice, choose_depth, observe, worth_drafting
 from fly_jax.decoding.drafters.drafter import Draft, Drafter, Terms
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.decoding.reports import report
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.llama import Llama
-from fly_jax.shapes import DraftTokens, Index, RowFlags, RowInts, RowKeys, Text
+from fly_jax.shapes import DraftTokens, RowFlags, RowInts, RowKeys, Text
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.verify import truncated
@@ -82,15 +82,7 @@ class RoundProgram:
             state = dataclasses.replace(state, keys=split[:, 0])
 
         # 1) Propose.
-        if self._is_rated:
-            draft, drafter_state = self._propose(state, draft_keys, None)
-            depth, expected = self._depth(state, live, draft)
-            if depth is not None:
-                fewer = jnp.minimum(draft.num_drafted, depth)
-                draft = dataclasses.replace(draft, num_drafted=fewer)
-        else:
-            depth, expected = self._depth(state, live)
-            draft, drafter_state = self._propose(state, draft_keys, depth)
+        draft, drafter_state, choice, is_asked = self._chosen_draft(state, draft_keys)
 
         # 2) Verify: the target's pass, its evidence about the draft, and the rule's verdict.
         seen, new, hidden = self._verify(state, draft, verify_keys)
@@ -104,7 +96,7 @@ class RoundProgram:
 
         # 3) Commit: what is kept is appended, and what is certain settles.
         settle = self._settle_deferring if static.deferred_window else self._settle_all
-        state, settled = settle(state, draft, seen, verdict)
+        state, settled = settle(state, draft, seen, verdict, is_asked)
 
         # 4) Observe.
         if drafter is not None:
@@ -122,53 +114,89 @@ class RoundProgram:
             num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
             num_draft_passes=draft.num_passes[0] if draft.num_passes.size else jnp.int32(0),
             finished=state.finished, reports=settled.reports, budget=state.rule.budget,
-            rolled_back=settled.rolled_back, depth=depth, expected=expected,
+            rolled_back=settled.rolled_back, depth=None if choice is None else choice.depth,
+            expected=None if choice is None else choice.expected,
             draft_tokens=draft.tokens if static.reports_evidence else None,
             evidence=seen if static.reports_evidence else None,
         )  # fmt: skip
         return state, jax.tree.map(lambda leaf: leaf[None], output)
 
-    def _depth(
-        self, state: DecodeState, live: RowFlags, draft: Draft | None = None
-    ) -> tuple[Index, Float[Array, ""]] | tuple[None, None]:
-        """The K of this round, where it is chosen, and the draft tokens expected of it."""
-        static = self.static
-        if not static.depths or state.stats is None:
-            return None, None
+    def _chosen_draft(
+        self, state: DecodeState, keys: RowKeys | None
+    ) -> tuple[Draft, object, Choice | None, Bool[Array, ""] | None]:
+        """The draft, the drafter's state, the K if it is chosen, and whether the drafter was asked.
+
+        Where a lookup promises more tokens a second than the drafter, it drafts in its place.
+        """
+        drafter, depths, live = self.drafter, self.static.depths, ~state.finished
+        if drafter is None or not depths or state.stats is None:
+            return *self._propose(state, keys, None), None, None
+        likely = self._choice(state, live)
+        copied, is_asked = None, jnp.bool_(True)
+        if self.static.may_copy(drafter) and self.inputs.sampling is None:
+            copied = self._copied(state)
+            choice = self._choice(state, live, copied)
+            is_asked = likely.speed > choice.speed
+            if state.window is not None:  # which a lookup may find nothing for
+                is_asked |= jnp.any(state.window.is_open & live)
+        depth, least_rate = likely.depth, None
+        if self._is_rated:
+            depth, least_rate = worth_drafting(state.stats, depths)
+            room = state.limit - state.length - 1
+            most = self.static.num_speculative_tokens
+            depth = jnp.minimum(depth, jnp.where(least_rate > 0, room, most))
+        wanted = jnp.broadcast_to(jnp.where(is_asked, depth, 0), state.length.shape)
+        draft, drafter_state = self._propose(state, keys, wanted, least_rate)
+        if copied is not None:
+            rates = None if draft.rates is None else copied.rates
+            copied = dataclasses.replace(copied, num_passes=draft.num_passes, rates=rates)
+            either = functools.partial(jnp.where, is_asked)
+            draft, likely = jax.tree.map(either, (draft, likely), (copied, choice))
+        if self._is_rated:
+            likely = self._choice(state, live, draft)
+        fewer = jnp.minimum(draft.num_drafted, likely.depth)
+        return dataclasses.replace(draft, num_drafted=fewer), drafter_state, likely, is_asked
+
+    def _copied(self, state: DecodeState) -> Draft:
+        """What the lookup proposes by itself; without one, tokens of no chance."""
+        k, lookup, rows = self.static.num_speculative_tokens, self.static.lookup, len(state.length)
+        if lookup is None:
+            zeros, count = jnp.zeros((rows, k), jnp.int32), jnp.full_like(state.length, k)
+            return Draft(zeros, None, count, jnp.zeros(0, jnp.int32), zeros.astype(jnp.float32))
+        terms = Terms(earlier=self.inputs.earlier)
+        return lookup.propose((), state.tokens, state.length, k, terms)[0]
+
+    def _choice(self, state: DecodeState, live: RowFlags, draft: Draft | None = None) -> Choice:
+        """The K of this round, of a draft that is made or, as far as is known, of the drafter's."""
+        static, drafter = self.static, self.drafter
+        assert drafter is not None
+        assert state.stats is not None
         strict_tail = 0 if static.deferred_window else self.inputs.rule.strict_tail
-        num_behind = jnp.int32(0)
-        if self.drafter is not None:
-            num_behind = self.drafter.passes_behind(state.drafter, state.length, live)
-        given = static.depths, strict_tail, state.limit - state.length, num_behind
-        rates, num_passes = None, None
-        if self.drafter is not None and self.drafter.rates_drafts:
-            # Of a draft yet to be drawn: one that does not rest always makes the first.
-            num_passes = jnp.maximum(jnp.asarray(static.depths, jnp.int32), not self.drafter.rests)
+        stats, num_behind, rates, num_passes = state.stats, jnp.int32(0), None, None
+        if state.window is not None and static.depths[0] == 0:
+            # Only draft tokens can complete it.
+            is_open = jnp.any(state.window.is_open & live)
+            costs = stats.costs.at[0, 0].add(jnp.where(is_open, jnp.inf, 0))
+            stats = dataclasses.replace(stats, costs=costs)
         if draft is not None and draft.rates is not None:
             is_real = jnp.arange(draft.rates.shape[1]) < draft.num_drafted[:, None]
             rates, num_passes = jnp.where(is_real, draft.rates, 0), jnp.sum(draft.num_passes)
-        chosen, expected = choose_depth(state.stats, live, *given, rates, num_passes)
-        if state.window is not None:  # which only draft tokens can complete
-            is_open = jnp.any(state.window.is_open & live)
-            chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
-        return jnp.asarray(static.depths, jnp.int32)[chosen], expected[chosen]
+        else:
+            num_behind = drafter.passes_behind(state.drafter, state.length, live)
+            if drafter.rates_drafts:
+                num_passes = jnp.asarray(static.depths, jnp.int32)
+        left = state.limit - state.length
+        given = static.depths, strict_tail, left, num_behind, rates, num_passes
+        return choose_depth(stats, live, *given)
 
     def _propose(
-        self, state: DecodeState, keys: RowKeys | None, depth: Index | None
-    ) -> tuple[Draft, object]:
+        self, state: DecodeState, keys: RowKeys | None, wanted: RowInts | None,
+        least_rate: Float[Array, ""] | None = None,
+    ) -> tuple[Draft, object]:  # fmt: skip
         drafter, k = self.drafter, self.static.num_speculative_tokens
         if drafter is None:
             nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
             return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
-        least_rate = None
-        if self._is_rated and self.static.depths and state.stats is not None:
-            depth, least_rate = worth_drafting(state.stats, self.static.depths)
-            room = state.limit - state.length - 1
-            depth = jnp.minimum(depth, jnp.where(least_rate > 0, room, k))
-            if drafter.rests:  # no pass is made where, by what was kept so far, none would pay
-                likely, _ = self._depth(state, ~state.finished)
-                depth = jnp.where((least_rate > 0) & (likely == 0), 0, depth)
-        wanted = None if depth is None else jnp.full_like(state.length, depth)
         # For a finished row nobody is to wait.
         if drafter.adapts or drafter.rests or least_rate is not None:
             wanted = jnp.where(state.finished, 0, k if wanted is None else wanted)
@@ -227,10 +255,11 @@ class RoundProgram:
         return some_fall_short or len(self.static.widths(drafter)) > 1
 
     def _settle_all(
-        self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
-    ) -> tuple[DecodeState, Emitted]:
+        self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict,
+        is_asked: Bool[Array, ""] | None,
+    ) -> tuple[DecodeState, Emitted]:  # fmt: skip
         if state.stats is not None:
-            stats = observe(state.stats, verdict, ~state.finished)
+            stats = observe(state.stats, verdict, ~state.finished, is_asked)
             state = dataclasses.replace(state, stats=stats)
         state, block = self._append(state, proposal.tokens, verdict)
         state = dataclasses.replace(state, rule=state.rule.after(verdict, block.count))
@@ -240,8 +269,9 @@ class RoundProgram:
         return state, block
 
     def _settle_deferring(
-        self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
-    ) -> tuple[DecodeState, Emitted]:
+        self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict,
+        is_asked: Bool[Array, ""] | None,
+    ) -> tuple[DecodeState, Emitted]:  # fmt: skip
         """Settles as `_settle_all`, where the end of a row may be provisional."""
         static, drafted = self.static, proposal.num_drafted
         assert state.stats is not None
@@ -249,7 +279,7 @@ class RoundProgram:
         live, before, window = ~state.finished, state.length, state.window
         room = state.limit - state.length
         whole, new = defer(verdict, seen, state.stats, room, drafted, static.deferred_window)
-        stats = observe(state.stats, whole, live)
+        stats = observe(state.stats, whole, live, is_asked)
         state, block = self._append(state, proposal.tokens, whole)
         ended = state.finished & live
         if static.reports:

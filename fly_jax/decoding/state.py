@@ -57,7 +57,7 @@ class DecodeState:
         """A copy in which attention reads so many positions of the caches; None for all."""
         return cast(DecodeState, map_caches(lambda one: one.attending(positions), self))
 
-    def choosing(self, costs: Float32[Array, "3 depths"]) -> DecodeState:
+    def choosing(self, costs: Float32[Array, "5 depths"]) -> DecodeState:
         """A copy with the costs of a round, from which the next ones choose K."""
         assert self.stats is not None
         return dataclasses.replace(self, stats=dataclasses.replace(self.stats, costs=costs))

@@ -20,7 +20,7 @@ from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.decoding.depth import FORESEEN_TOKENS, AcceptanceStats
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import CATCH_UP_AFTER, DraftModel
+from fly_jax.decoding.drafters.model import CATCH_UP_AFTER
 from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs, compiled, shape_of
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections, map_lengths
@@ -147,14 +147,12 @@ class Engine:
         self.prefill_seconds = 0.0
         self.costs = None
         if spec.static.depths:
-            below = self.drafter.below if isinstance(self.drafter, DraftModel) else None
-            k = below.num_speculative_tokens if isinstance(below, Lookup) else 0
             rated = self.drafter is not None and self.drafter.rates_drafts
-            self.costs = DepthCosts(spec.static.depths, below=k, rated=rated)
+            copies = spec.static.may_copy(self.drafter)
+            self.costs = DepthCosts(spec.static.depths, rated=rated, copies=copies)
         self._load_may_change_text = load_may_change_text
-        self._last_read = 0.0
+        self._last_read, self._offline = 0.0, offline
         self._seated: list[Seated] = []  # since the last dispatch
-        self._offline = offline
         self._pending = collections.deque[Dispatch]()  # on their way, oldest first
         self._state: DecodeState | None = None
         self._stats: AcceptanceStats | None = None  # of the state that was given back

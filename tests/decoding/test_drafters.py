@@ -65,7 +65,7 @@ def test_k_follows_from_the_length_of_the_match(
     Earlier answers, if some are kept, are looked up in as if the text went on from them.
     """
     depths, seconds, lookup = (0, 1, K), (1.0, 1.2, 1.7), Lookup(num_earlier_tokens=num_earlier)
-    costs = np.array([seconds, [1.0] * 3, [0.0] * 3], np.float32)
+    costs = np.array([seconds, [1.0] * 3, [0.0] * 3, [0.0] * 3, [1.0] * 3], np.float32)
     monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
     spec, rounds = pairs.rounds(K, depths=depths, lookup=lookup), list[RoundOutput]()
     made = pairs.pair_engine(PAIR, spec, rows=1, listener=lambda one, _: rounds.append(one))

@@ -287,7 +287,7 @@ def test_a_draft_behind_which_k_is_chosen_ends_where_no_more_of_it_pays() -> Non
 
 def test_how_many_drawn_tokens_count_is_chosen_before_they_are_drawn(monkeypatch: Any) -> None:
     """Else what was drawn would say so; one that is not drawn may be longer than what counts."""
-    costs = np.array([[1.0, 1.01, 4.0], [1.0] * 3, [0.01] * 3], np.float32)
+    costs = np.array([[1.0, 1.01, 4.0], [1.0] * 3, [0.01] * 3, [0.0] * 3, [1.0] * 3], np.float32)
     monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
     longer = {}
     for name in ("exact", "sampled"):

@@ -19,6 +19,7 @@ from launch_types import Patch
 from random_pairs import CAPACITY, ROWS, SPECS, autoregressive, pair_engine, random_target
 
 from fly_jax import Engine, Exact, Fly, Lookup, Request, RequestState, Sampling, Verdict, Why
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.depth import (
     AcceptanceStats,
     choose_depth,
@@ -40,7 +41,7 @@ counts = st.floats(0.5, 50, width=32)
 def stats_of(*counts: Sequence[float], seconds: Sequence[float] = (1.0,)) -> AcceptanceStats:
     """Of each row the draft tokens that were matched, rescued, refused and cut."""
     by_kind = [jnp.asarray(kind, jnp.float32) for kind in zip(*counts, strict=True)]
-    same = [(value,) * len(seconds) for value in (1.0, 0.0)]
+    same = [(value,) * len(seconds) for value in (1.0, 0.0, 0.0, 1.0)]
     return AcceptanceStats(*by_kind, costs=jnp.asarray((seconds, *same)))
 
 
@@ -49,7 +50,7 @@ def chosen_of(
 ) -> int:
     """The index of the depth, where a draft model lacks so much."""
     given = jnp.full(live.shape, left), jnp.int32(behind)
-    return int(choose_depth(stats, live, depths, 0, *given)[0])
+    return depths.index(int(choose_depth(stats, live, depths, 0, *given).depth))
 
 
 def verdict_of(why: np.ndarray) -> Verdict:
@@ -106,11 +107,8 @@ def test_a_draft_goes_on_while_a_further_token_may_pay() -> None:
     for depth in (0, 2, 5):  # one of which alone is known is drafted whole
         forced = dataclasses.replace(stats, costs=jnp.asarray(depth_costs._only(depth, (0, 2, 5))))
         assert tuple(map(float, worth_drafting(forced, (0, 2, 5)))) == (depth, 0)
-        drafted = jnp.asarray(depth_costs._only(depth, (0, 2, 5), 5))
-        forced = dataclasses.replace(stats, costs=drafted)
-        assert tuple(map(float, worth_drafting(forced, (0, 2, 5)))) == (5, 0)
         more = jnp.array([True]), (0, 2, 5), 0, jnp.array([99]), jnp.int32(0), jnp.ones((1, 5))
-        assert (0, 2, 5)[int(choose_depth(forced, *more)[0])] == depth
+        assert int(choose_depth(forced, *more).depth) == depth
 
 
 def test_passes_that_a_draft_took_are_a_part_of_every_round_with_it() -> None:
@@ -118,14 +116,15 @@ def test_passes_that_a_draft_took_are_a_part_of_every_round_with_it() -> None:
     stats, rates = stats_of((9, 0, 1, 0), seconds=(1.0, 2.0)), jnp.array([[0.9]])
     stats = dataclasses.replace(stats, costs=stats.costs.at[2].set(0.1))
     given = stats, jnp.array([True]), (0, 1), 0, jnp.array([99]), jnp.int32(0)
-    assert [int(choose_depth(*given, rates, jnp.int32(n))[0]) for n in (0, 1, 2, 9)] == [0, 0, 1, 1]
+    found = [choose_depth(*given, rates, jnp.int32(n)) for n in (0, 1, 2, 9)]
+    assert [int(one.depth) for one in found] == [0, 0, 1, 1]
 
 
 def test_a_forced_depth_is_that_fixed_k_in_sampling_too(monkeypatch: Patch) -> None:
     """A draw depends on its position, and not on how many others there are."""
     index, depths = 1, (2, 3, 5)
-    costs = np.array([np.where(np.arange(3) == index, 1, np.inf), [1.0] * 3, [0.0] * 3])
-    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs.astype(np.float32))
+    costs = depth_costs._only(depths[index], depths)
+    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
     found = []
     for more in ({"depths": depths}, {"num_speculative_tokens": depths[index]}):
         engine = pair_engine(0, SPECS["sampled"].with_static(**more), 0.2)
@@ -161,9 +160,10 @@ def test_every_depth_is_measured_and_a_first_run_is_not_what_counts(monkeypatch:
             if not self._traces:
                 kind = how["drafts"] if name != "run" else np.argmin(given[0].stats.costs[0])
                 now[0] += 1.0 if (name, int(kind)) in begun else 100.0
-                if name == "run":  # and each pass that takes in what the draft model lacks 4
+                if name == "run" and given[0].stats.costs[3, 0] < 0:  # a draft takes 2.5
+                    # And each pass that takes in what the draft model lacks 4.
                     lacks = given[0].length - 2 - given[0].drafter.cache.length
-                    now[0] += 4 * max(-(-int(lacks.max()) // CATCH_UP_AFTER), 0)
+                    now[0] += 2.5 + 4 * max(-(-int(lacks.max()) // CATCH_UP_AFTER), 0)
                 begun.add((name, int(kind)))
             return run(self, *given, **how)
 
@@ -176,8 +176,9 @@ def test_every_depth_is_measured_and_a_first_run_is_not_what_counts(monkeypatch:
     assert engine.costs is not None
     assert np.isinf(engine.costs.next((ROWS, CAPACITY), may_vary=True)).any(), "nothing is known"
     engine.warm_up_for(engine.requests([[1, 2, 3]], 20))
-    seconds, _, behind = engine.costs.next((ROWS, CAPACITY), may_vary=True)
-    np.testing.assert_allclose(seconds, [1.0, 1.0, 0.95])  # the last one is stayed with
+    seconds, _, behind, drafting, _ = engine.costs.next((ROWS, CAPACITY), may_vary=True)
+    np.testing.assert_allclose(seconds, 1.0)
+    np.testing.assert_allclose(drafting, [0.0, 1.0, 2.5 - 0.05 * 3.5])  # the last is stayed with
     np.testing.assert_allclose(behind, [0.0, 4.0, 4.0])
     assert engine.costs.read_seconds == 0.0
 
@@ -200,10 +201,10 @@ def test_without_a_draft_for_long_its_rates_are_hoped_for_anew() -> None:
 FLY, LIMIT, PROGRAM = Fly(0.2, 2), 24, (1, 256)
 
 
-def engine(costs: DepthCosts, **given: Any) -> Engine:
-    """All of them have the same programs."""
+def engine(costs: DepthCosts, spec: RoundSpec = AUTO, **given: Any) -> Engine:
+    """All of them have the same programs, for a spec."""
     sizes = {"rows": 4, "prefill_chunk": 16, "rules": (FLY,), "offline": False}
-    made = pair_engine(2, AUTO, 0.2, **sizes, **{"load_may_change_text": False, **given})
+    made = pair_engine(2, spec, 0.2, **sizes, **{"load_may_change_text": False, **given})
     made.costs = costs
     return made
 
@@ -225,7 +226,7 @@ class Clock(DepthCosts):
 
 
 class Schedule(Clock):
-    """K is what is said, for those who let it be chosen."""
+    """K is what is said, for those who let it be chosen; the negative of it without the draft."""
 
     def __init__(self, depths: Iterator[int]) -> None:
         super().__init__({1: [1.0] * 3, 4: [1.0] * 3})
@@ -234,12 +235,15 @@ class Schedule(Clock):
     def next(self, program: tuple[int, int], *, may_vary: bool) -> np.ndarray:
         if not may_vary:
             return super().next(program, may_vary=False)
-        seconds = np.where(np.equal(DEPTHS, next(self.said)), 1, np.inf)
-        return np.stack((seconds, np.ones(3), np.zeros(3))).astype(np.float32)
+        depth = next(self.said)
+        return depth_costs._only(abs(depth), DEPTHS, is_asked=depth >= 0)
 
 
-def test_lossless_requests_do_not_notice() -> None:
-    one = engine(costs := Schedule(itertools.cycle((4, 0, 0, 2, *[0] * 21, 4, 4))))
+@pytest.mark.parametrize("lookup", [None, Lookup(3)])
+def test_lossless_requests_do_not_notice(lookup: Lookup | None) -> None:
+    """Nor where a lookup drafts in the place of the draft model, or nothing but chance does."""
+    said = itertools.cycle((4, 0, -4, 2, *[0, -2, -4] * 7, 4, 4))
+    one = engine(costs := Schedule(said), AUTO.with_static(lookup=lookup))
     prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
     found = finished(one, one.requests(prompts, LIMIT))
     expected = autoregressive(random_target(2), prompts, LIMIT)
@@ -309,6 +313,24 @@ def test_a_prompt_is_run_by_the_draft_model_once_something_is_drafted() -> None:
     assert (passes[0] - passes[1], passes[1]) == (2, alone.num_draft_passes)
 
 
+def test_a_lookup_drafts_where_it_promises_more_than_the_draft_model(monkeypatch: Patch) -> None:
+    """By what both take; the draft model then makes no pass, and is not blamed for the draft."""
+    spec, found = AUTO.with_static(lookup=Lookup()), []
+    for drafting in (0.0, 9.0):
+        rows = (1.0, 1.2, 1.4), [1.0] * 3, [0.0] * 3, np.sign(DEPTHS) * drafting, [1.0] * 3
+        costs = np.asarray(rows, np.float32)
+        monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary, costs=costs: costs)
+        (one,) = finished(engine(DepthCosts(DEPTHS), spec), [Request([7, 8, 9] * 9, LIMIT)])
+        found.append(one.generation)
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].num_draft_passes > found[1].num_draft_passes == 0
+    assert min(one.num_draft_tokens for one in found) > 0
+    why = verdict_of(np.full((1, 4), Why.REFUSED_GATE, np.int8))
+    before = stats_of((4.0, 0.0, 1.0, 0.0))
+    asked, copied = (observe(before, why, jnp.array([True]), jnp.bool_(is_it)) for is_it in (1, 0))
+    assert float(asked.refused[0]) > 1 > float(copied.refused[0])
+
+
 @pytest.mark.parametrize("rule", [None, FLY])
 def test_drafting_stops_where_it_does_not_pay_and_begins_again(rule: Fly | None) -> None:
     """For a loosened request where load may change its text."""
@@ -327,17 +349,24 @@ def rounds(*depths: int, given: float = 1.0) -> list[Round]:
 
 
 class Learnt(DepthCosts):
-    """Of one program, whose rounds take so many seconds, by K."""
+    """Of one program, whose rounds take so many seconds, by K, and the longest draft."""
 
-    def __init__(self, *seconds: float, num_passes: Sequence[float] = (), **drafter: Any) -> None:
-        super().__init__(DEPTHS, **drafter)
-        self.learn(PROGRAM, seconds, num_passes)
+    def __init__(
+        self, *seconds: float, drafting: float = 0.0, num_passes: int = 0, **drafter: Any
+    ) -> None:
+        super().__init__(DEPTHS, copies=num_passes > 0, **drafter)
+        self.learn(PROGRAM, seconds, drafting, num_passes)
 
     def after(self, run: list[Round], seconds: float | None = None, times: int = 1) -> np.ndarray:
         """What the next rounds cost when dispatches of these have been seen."""
         for _ in range(times):
             self.observe(PROGRAM, run, seconds)
         return self.next(PROGRAM, may_vary=True)
+
+    def seconds_after(self, *seen: Any, **how: Any) -> np.ndarray:
+        """The seconds of the next rounds, with their drafts."""
+        costs = self.after(*seen, **how)
+        return np.asarray(costs[0] + costs[3])
 
 
 def chosen(costs: np.ndarray, left: int = 9, num_behind: int = 0) -> int:
@@ -362,17 +391,18 @@ def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
 @pytest.mark.parametrize(("given", "taken"), [(0.25, 0.5), (0.75, 0.75), (3.0, 1.0)])
 def test_what_is_expected_in_vain_is_expected_no_more(given: float, taken: float) -> None:
     """Within bounds, and of deeper drafts, which nobody has seen, no more either."""
-    seconds, found, _ = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
-    np.testing.assert_allclose(found, [1.0, taken, taken], rtol=0.01)
+    costs = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
+    np.testing.assert_allclose(costs[0] + costs[3], [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
+    np.testing.assert_allclose(costs[1], [1.0, taken, taken], rtol=0.01)
 
 
 def test_no_k_of_rated_drafts_is_stayed_with_and_all_share_what_they_keep() -> None:
     """Each has a K of its own, so that rounds of one dispatch differ."""
     costs = Learnt(1.0, 2.0, 3.0, rated=True)
     several = [Round(2, 1, 2.0), Round(4, 2, 4.0), Round(0, 0, 0.0, is_drafted=False)]
-    seconds, given, _ = costs.after(several, times=200)
+    seconds, given, _, drafting, _ = costs.after(several, times=200)
     np.testing.assert_allclose(seconds, [1.0, 2.0, 3.0])
+    np.testing.assert_allclose(drafting, 0.0)
     np.testing.assert_allclose(given, 0.5, rtol=0.01)
     np.testing.assert_allclose(costs.after([Round(2, 0, 2.0)], times=400)[1], 0.05)
     *_, deepest = costs.after([Round(2, 0, 2.0), Round(4, 2, 4.0)], 2 * 9.0, times=50)[0]
@@ -385,17 +415,35 @@ def test_no_k_of_rated_drafts_is_stayed_with_and_all_share_what_they_keep() -> N
 
 def test_passes_of_rated_drafts_are_timed_by_themselves() -> None:
     """A K is chosen behind them, by what the target's pass takes."""
-    costs = DepthCosts((0, 2, 4), rated=True)
-    costs.learn((1, 64), [1.1, 1.5, 2.2], [1, 2, 4], lacking=1.4)  # with a draft of 4 in vain
-    seconds, _, behind = costs.next((1, 64), may_vary=True)
+    costs = DepthCosts((0, 2, 4), rated=True, copies=True)
+    costs.learn((1, 64), [1.0, 1.3, 1.8], 0.4, 4)
+    seconds, _, behind, drafting, _ = costs.next((1, 64), may_vary=True)
     np.testing.assert_allclose(seconds, [1.0, 1.3, 1.8], rtol=1e-5)
-    np.testing.assert_allclose(behind, 0.1, rtol=1e-5)
-    costs.learn((1, 32), [1.1, 1.5, 2.2], [1, 2, 4], lacking=2.0)  # the machine was slow just then
-    found, _, each = costs.next((1, 32), may_vary=True)
-    np.testing.assert_allclose([*found, *each], [*seconds, *behind], rtol=1e-5)
+    np.testing.assert_allclose([behind, drafting], [[0.1] * 3, [0.0] * 3], rtol=1e-5)
+    costs.learn((1, 32), [1.0, 1.3, 1.8], 4.0, 4)  # the machine was slow just then
+    np.testing.assert_allclose(costs.next((1, 32), may_vary=True)[2], 0.1, rtol=1e-5)
     for _ in range(60):  # whatever number of passes a round has had
-        costs.observe((1, 64), [Round(2, 1, 1.0, num_passes=4)], 1.9)
-    np.testing.assert_allclose(costs.next((1, 64), may_vary=True)[0][1], 1.5, rtol=1e-3)
+        costs.observe((1, 64), [Round(2, 1, 1.0, num_passes=3)], 1.9)
+    seconds, _, behind, *_ = costs.next((1, 64), may_vary=True)
+    np.testing.assert_allclose([*seconds, behind[0]], [1.0, 1.3, 1.8, 0.2], rtol=1e-3)
+
+
+def test_a_lookup_in_the_place_of_a_draft_is_counted_and_timed_by_itself() -> None:
+    """Its rounds are the target's passes; what the draft model keeps, and takes, is unchanged."""
+    costs = Learnt(1.0, 2.0, 4.0, drafting=2.0, num_passes=4)
+    begun = costs.after([])
+    np.testing.assert_allclose(begun[0] + begun[3], [1.0, 3.0, 0.95 * 6.0], rtol=1e-5)
+    seconds, given, behind, drafting, copied = costs.after([Round(4, 1, 4.0)], 5.0, times=200)
+    np.testing.assert_allclose(seconds, [1.0, 2.0, 5.0], rtol=1e-3)
+    np.testing.assert_allclose(given, 1.0)
+    np.testing.assert_allclose(copied, 0.25, rtol=0.05)
+    np.testing.assert_allclose(behind, [0.0, 0.5, 0.5])
+    # A draft is to promise so much more then.
+    np.testing.assert_allclose(drafting, [0.05, 1.0 + 0.05 * 3.0, 2.0 + 0.05 * 7.0], rtol=1e-3)
+    seconds, given, behind, *_ = costs.after([Round(4, 1, 4.0, num_passes=4)], 9.0, times=200)
+    np.testing.assert_allclose(seconds, [1.0, 2.0, 5.0], rtol=1e-3)
+    np.testing.assert_allclose(given, [1.0, 1.0, 0.5], rtol=1e-3)
+    np.testing.assert_allclose(behind, [0.0, 1.0, 1.0], rtol=1e-3)
 
 
 def test_drafts_of_little_hope_fade_slowly() -> None:
@@ -406,54 +454,48 @@ def test_drafts_of_little_hope_fade_slowly() -> None:
 
 def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
     """With a lookup below the draft model, where the text repeats itself."""
-    costs = Learnt(1.0, 4.0, 8.0, num_passes=[0, 3, 7], below=1)  # of 3 passes 1 is saved, of 7 3
-    np.testing.assert_allclose(costs.after([])[0], [1.0, 3.5, 0.95 * 6.5])  # half of that is hoped
-    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=3)], times=60)
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 4.0, 8.0], rtol=0.01)
-    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=2)] * 2, 2 * 3.0, times=60)
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 5.0], rtol=0.01)
-
-
-def test_a_round_whose_passes_cannot_be_fewer_says_nothing_of_the_level_below() -> None:
-    """So half of the passes that it could save are hoped to be saved, again after long."""
-    costs = Learnt(1.0, 3.0, 8.0, num_passes=[0, 2, 7], below=1)
-    seconds, *_ = costs.after([Round(4, 1, 1.0, num_passes=7)], times=60)
-    np.testing.assert_allclose(seconds, [1.0, 3.0, 0.95 * 8.0], rtol=0.01)
-    seconds, *_ = costs.after([Round(2, 1, 1.0, num_passes=2)], times=400)
-    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 6.5], rtol=0.01)
+    costs = Learnt(1.0, 2.0, 3.0, drafting=4.0, num_passes=4)
+    np.testing.assert_allclose(costs.seconds_after([]), [1.0, 4.0, 0.95 * 7.0], rtol=1e-5)
+    seconds = costs.seconds_after([Round(4, 1, 1.0, num_passes=2)] * 2, 2 * 5.0, times=60)
+    np.testing.assert_allclose(seconds, [1.0, 3.0, 0.95 * 5.0], rtol=0.01)
+    before = seconds.tolist()  # after rounds in which the draft model took in what it lacked
+    assert costs.seconds_after([Round(4, 1, 1.0, num_passes=9)], 9.0, times=60).tolist() == before
 
 
 def test_rounds_that_take_less_than_their_drafts_were_timed_stay_positive() -> None:
-    costs = Learnt(1.0, 5.0, 9.0, num_passes=[0, 1, 2])
-    seconds, *_ = costs.after([Round(4, 1, 1.0, num_passes=2)], 2.0, times=100)
-    np.testing.assert_allclose(seconds, [1.0, 5.0, 0.95 * 8.0])
+    costs = Learnt(1.0, 5.0, 9.0, drafting=2.0, num_passes=2)
+    seconds = costs.seconds_after([Round(4, 1, 1.0, num_passes=2)], 2.0, times=100)
+    np.testing.assert_allclose(seconds, [1.0, 5.0, 0.95 * 9.0], rtol=1e-5)
 
 
 def test_what_a_draft_model_lacks_is_made_good_where_enough_tokens_are_left() -> None:
     """A token takes a second alone and half of one drafted, and each pass before that a quarter."""
-    learnt = Learnt(1.0, 1.5, 2.0, num_passes=[0, 2, 4])
+    learnt = Learnt(1.0, 1.0, 1.0, drafting=1.0, num_passes=4)
     costs = learnt.after(rounds(0))
     np.testing.assert_allclose(costs[2], [0.0, 0.25, 0.25], rtol=1e-5)
     assert [chosen(costs, left) for left in (5, 60)] == [4, 4]
-    assert [chosen(costs, left, num_behind=8) for left in (1, 4, 60)] == [0, 0, 4]
+    assert [chosen(costs, left, num_behind=8) for left in (1, 3, 60)] == [0, 0, 4]
     assert [chosen(costs, 10**6, num_behind=number) for number in (8, 10**3)] == [4, 0]
-    learnt.learn(PROGRAM, [1.0, 1.5, 2.0], [0, 2, 4], lacking=9.5)  # where arithmetic binds
+    learnt.learn(PROGRAM, [1.0, 1.0, 1.0], 1.0, 4, lacking=8.0)  # where arithmetic binds
     np.testing.assert_allclose(learnt.after([])[2], [0.0, 8.0, 8.0], rtol=1e-5)
 
 
 def test_fewer_draft_tokens_rows_or_positions_are_never_taken_to_be_slower() -> None:
     """A machine that was slow while one program was timed would keep its K wrong for good."""
-    np.testing.assert_allclose(Learnt(3.0, 2.0, 2.5).after(rounds(0))[0], [0.95 * 2.0, 2.0, 2.5])
+    seconds = Learnt(3.0, 2.0, 2.5).seconds_after(rounds(0))
+    np.testing.assert_allclose(seconds, [0.95 * 2.0, 2.0, 2.5], rtol=1e-5)
     costs = Learnt(5.0, 6.0, 7.0)
     costs.learn((4, 128), [1.0, 1.5, 9.0])  # fewer positions than PROGRAM has
-    np.testing.assert_allclose(costs.after(rounds(0))[0], [0.95 * 5.0, 6.0, 7.0])
+    seconds = costs.seconds_after(rounds(0))
+    np.testing.assert_allclose(seconds, [0.95 * 5.0, 6.0, 7.0], rtol=1e-5)
     costs.learn((4, 512), [4.0, 8.0, 9.0])
-    np.testing.assert_allclose(costs.after([])[0], [0.95 * 4.0, 6.0, 7.0])
+    np.testing.assert_allclose(costs.seconds_after([]), [0.95 * 4.0, 6.0, 7.0], rtol=1e-5)
     costs.learn(PROGRAM, [9.0, 5.0, 9.0])
-    np.testing.assert_allclose(costs.after([])[0], [0.95 * 4.0, 5.0, 9.0])
-    costs = Learnt(2.0, 4.0, 6.0, num_passes=[0, 2, 4])  # 1 a pass, and then 1.5
-    costs.learn((4, 512), [1.0, 9.0, 9.0], [0, 2, 4])
-    np.testing.assert_allclose(costs.after(rounds(0))[0], [0.95, 4.0, 6.0])
+    np.testing.assert_allclose(costs.seconds_after([]), [0.95 * 4.0, 5.0, 9.0], rtol=1e-5)
+    costs = Learnt(2.0, 4.0, 6.0, drafting=8.0, num_passes=4)
+    costs.learn((4, 512), [1.0, 9.0, 9.0], 4.0, 4)  # 1 a pass, not 2
+    np.testing.assert_allclose(costs.after([])[0], [1.0, 4.0, 6.0])
+    np.testing.assert_allclose(costs.after([])[2], [0.0, 1.0, 1.0])
 
 
 def test_a_prompt_is_read_where_drafts_save_as_much() -> None:

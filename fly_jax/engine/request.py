@@ -362,9 +362,11 @@ class StopChecker:
 
     def _num_safe(self, text: str) -> int:
         """The number of held tokens before any in whose text a stop string may have begun."""
-        begun = max((_overlap(text, stop) for stop in self._stops), default=0)
+        parts = ((at, text[at:]) for at in range(len(text)))
+        begins = (at for at, part in parts if any(stop.startswith(part) for stop in self._stops))
         ends = itertools.accumulate(len(token.text) for token in self._held)
-        return sum(end <= len(text) - begun for end in ends)
+        safe = next(begins, len(text))
+        return sum(end <= safe for end in ends)
 
     def _released(self, settled: Settled, number: int) -> Settled | None:
         given, self._held = self._held[:number], self._held[number:]
@@ -372,9 +374,3 @@ class StopChecker:
             return None
         ids, why, texts = zip(*given, strict=True)
         return dataclasses.replace(settled, token_ids=ids, why=why, texts=texts)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The most characters of a stop string, but not all, that the text ends with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

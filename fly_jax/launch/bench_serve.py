@@ -62,9 +62,12 @@ def main(arguments: Sequence[str]) -> None:
         raise FlyJaxError(
             "bench serve needs httpx, which is not installed; pip install 'fly_jax[bench]'."
         ) from error
-    extra, clients = _extra(values.extra_body), _numbers(values.concurrency)
+    extra, numbers = _extra(values.extra_body), values.concurrency.split(",")
+    if not all(one.strip().isdecimal() and int(one) for one in numbers):
+        given = values.concurrency
+        raise FlyJaxError(f"--concurrency is {given!r}; give numbers of clients, such as 1,4,16.")
     try:
-        asyncio.run(_run(values, clients, extra))
+        asyncio.run(_run(values, list(map(int, numbers)), extra))
     except (httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
         raise FlyJaxError(
             f"--url {values.url} or the key cannot be used ({error}); give an address such as "
@@ -126,13 +129,6 @@ async def _first_model(client: Any) -> str:
             f"{client.base_url} does not say which models it has ({said}); start the server, or "
             "correct --url, or give --api_key or --model."
         ) from error
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [one.strip() for one in text.split(",")]
-    if not all(one.isdecimal() and int(one) for one in numbers):
-        raise FlyJaxError(f"--concurrency is {text!r}; give numbers of clients, such as 1,4,16.")
-    return [int(one) for one in numbers]
 
 
 def _extra(text: str) -> dict[str, Any]:

@@ -103,7 +103,14 @@ class ConvertedSource:
         self.config = architectures.read_config(folder)
         self.int8 = record.dtype == "int8"
         self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
-        _check_files(folder, record.files)
+        for name, size in record.files.items():
+            path = folder / name
+            there = path.stat().st_size if path.is_file() else None
+            if there != size:
+                found = "does not exist" if there is None else f"has {there} bytes"
+                raise FlyJaxError(
+                    f"{path} {found}, and {RECORD} says {size} bytes; copy it again, or {_AGAIN}."
+                )
         self._check_shapes(architectures.config_of(record.config, str(folder / RECORD)))
 
     @staticmethod
@@ -147,17 +154,6 @@ class ConvertedSource:
                 f"{self._folder / 'config.json'} describes a model of type "
                 f"'{self.config.architecture}', and the weights are of type "
                 f"'{written.architecture}': give the one that was there, or {_AGAIN}."
-            )
-
-
-def _check_files(folder: Path, files: dict[str, int]) -> None:
-    for name, size in files.items():
-        path = folder / name
-        there = path.stat().st_size if path.is_file() else None
-        if there != size:
-            found = "does not exist" if there is None else f"has {there} bytes"
-            raise FlyJaxError(
-                f"{path} {found}, and {RECORD} says {size} bytes; copy it again, or {_AGAIN}."
             )
 
 

@@ -178,8 +178,16 @@ def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
     if not records:
         raise FlyJaxError(f"{path} has no item of {name}; give the set's own file.")
     if name == "ifeval":
+        load_checkers()
         for number, one in records[:limit]:
-            check_instructions(one, f"{path}, line {number}")
+            try:
+                follows_all(one, "")
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise FlyJaxError(
+                    f"{path}, line {number} asks for what lm-eval's checkers do not know "
+                    f"({error!r}, of {', '.join(map(str, one['instruction_id_list']))}); give the "
+                    "set's own file, or leave ifeval out."
+                ) from error
     items = [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]
     if twice := [one for one, times in Counter(item.name for item in items).items() if times > 1]:
         raise FlyJaxError(f"{path} has {twice[0]} more than once; give the set's own file.")
@@ -198,19 +206,6 @@ def _record(line: bytes, task: Task, source: str) -> Record:
                 "of another type); give the set's own file."
             )
     return dict(record)
-
-
-def check_instructions(record: Record, source: str) -> None:
-    """Raises FlyJaxError, with the source, for instructions that the checkers do not know."""
-    load_checkers()
-    try:
-        follows_all(record, "")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FlyJaxError(
-            f"{source} asks for what lm-eval's checkers do not know ({error!r}, of "
-            f"{', '.join(map(str, record['instruction_id_list']))}); give the set's own file, or "
-            "leave ifeval out."
-        ) from error
 
 
 @functools.cache

@@ -97,11 +97,8 @@ def taken(
     `jnp.take_along_axis` would be four times as many operations of a program: it counts negative
     places from the end, and has a value for those that are not there.
     """
-
-    def of_a_row(values: Array, at: Array) -> Array:
-        return values.at[at].get(mode="clip", wrap_negative_indices=False)
-
-    return jax.vmap(of_a_row)(values, at)
+    of_each = jax.vmap(lambda row, at: row.at[at].get(mode="clip", wrap_negative_indices=False))
+    return of_each(values, at)
 
 
 def log(number: Any) -> Any:

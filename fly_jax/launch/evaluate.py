@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.judge import judge
 from fly_jax.evaluation.tasks import DRAFT, TASKS, Item, read_items
@@ -88,11 +87,19 @@ def main(arguments: Sequence[str]) -> None:
 
     from fly_jax.evaluation.answers import Answers, answer_items, figures, item_digest, table
     from fly_jax.evaluation.machine import describe
+    from fly_jax.models.checkpoints.source import identity
 
     folder = Path(values.output or "")
     folder.mkdir(parents=True, exist_ok=True)
-    setting = _setting(values, config, models, values.dtype or models.default_dtype(mesh.size))
-    setting["devices"] = f"{mesh.size} {mesh.devices.flat[0].platform}"
+    named = models.drafter or models.self_draft
+    setting: dict[str, Any] = {  # of all answers: an answer's own has its prompt, rule and K
+        "target": identity(models.target.path),
+        "draft": named or [identity(one.path) for one in models.drafts],
+        "dtype": values.dtype or models.default_dtype(mesh.size),
+        "decoding": unusual(config), "draft_parallel": values.draft_parallel,
+        "max_new_tokens": values.max_new_tokens, "batch_size": values.batch_size,
+        "seed": values.seed, "devices": f"{mesh.size} {mesh.devices.flat[0].platform}",
+    }  # fmt: skip
     answers = Answers(folder / "answers.jsonl", setting)
     if answers.dropped:
         say(f"The last line of {answers.path} was only half there, and is made again.")
@@ -160,19 +167,3 @@ def _requests(values: _EvaluateFlags, items: Sequence[Item], models: OpenPair) -
         found.append(Request(prompt, limit, seed=values.seed + numbers[item.task], stop=stop))
         numbers[item.task] += 1
     return found
-
-
-def _setting(
-    values: _EvaluateFlags, config: DecodingConfig, models: OpenPair, dtype: str
-) -> dict[str, Any]:
-    """The setting of an answer, without its prompt and its decoding's rule and K."""
-    from fly_jax.models.checkpoints.source import identity
-
-    named = models.drafter or models.self_draft
-    return {
-        "target": identity(models.target.path),
-        "draft": named or [identity(one.path) for one in models.drafts], "dtype": dtype,
-        "decoding": unusual(config), "draft_parallel": values.draft_parallel,
-        "max_new_tokens": values.max_new_tokens, "batch_size": values.batch_size,
-        "seed": values.seed,
-    }  # fmt: skip

@@ -442,7 +442,14 @@ def check_chain(
     k = 0 if static.depths else static.num_speculative_tokens
     sizes = (k, *static.level_speculative_tokens)
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
-        _check_nothing_below(config, below or (None if above is target else static.lookup))
+        beneath = below or (None if above is target else static.lookup)
+        if beneath is not None and (config.head is not None or config.pard_token is not None):
+            what = "draft model with a pard_token" if config.head is None else "head"
+            raise FlyJaxError(
+                f"A {what} was given with a draft below it, or below a draft model with a lookup, "
+                "and takes no drafts from below; make it the last --draft, and leave "
+                "prompt_lookup_max out."
+            )
         if config.head is not None:
             _check_head(above, config, "target" if above is target else "draft model above it")
     for level, (config, size) in enumerate(zip(drafts, sizes, strict=False)):
@@ -511,16 +518,6 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}
         drafter = kind(model.parameters(), **given)
     return drafter
-
-
-def _check_nothing_below(config: LlamaConfig, below: object) -> None:
-    """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
-    if below is not None and (config.head is not None or config.pard_token is not None):
-        what = "draft model with a pard_token" if config.head is None else "head"
-        raise FlyJaxError(
-            f"A {what} was given with a draft below it, or below a draft model with a lookup, and "
-            "takes no drafts from below; make it the last --draft, and leave prompt_lookup_max out."
-        )
 
 
 def register_drafter(name: str, build: Build) -> None:

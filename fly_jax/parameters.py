@@ -59,11 +59,10 @@ class Parameter:
         if self.kind in (bool, str) or isinstance(value, str):
             return isinstance(value, self.kind) or (self.word != "" and value == self.word)
         is_number = isinstance(value, int if self.kind is int else int | float)
-        return is_number and not isinstance(value, bool) and self._within(value)
-
-    def _within(self, value: float) -> bool:
         return (
-            (self.kind is int or abs(value) <= MOST_FLOAT)
+            is_number
+            and not isinstance(value, bool)
+            and (self.kind is int or abs(value) <= MOST_FLOAT)
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)

@@ -76,17 +76,13 @@ class AttentionBuckets:
 
     def next_dispatch(self, rows: Iterable[tuple[int, int]]) -> int:
         """Positions for the next dispatch, by settled tokens and limit of each row that goes on."""
-        return self._step(max(self._longest(*row) for row in rows))
+        return self._step(max(min(length + self._growth, limit) for length, limit in rows))
 
     def all(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """The values that `next_dispatch` may return, by the rows before anything has settled."""
-        first = self._step(min(self._longest(*row) for row in rows))
+        first = self._step(min(min(length + self._growth, limit) for length, limit in rows))
         last = self._step(max(limit for _, limit in rows))
         return [step for step in self.steps if first <= step <= last]
-
-    def _longest(self, length: int, limit: int) -> int:
-        """Tokens that a row may have before the last round of the next dispatch."""
-        return min(length + self._growth, limit)
 
     def _step(self, length: int) -> int:
         return next(step for step in self.steps if step >= length + self._room)

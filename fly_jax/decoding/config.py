@@ -344,8 +344,7 @@ def _refuse_beside(rule: object, given: Mapping[str, Any]) -> None:
 def _fitting(config: DecodingConfig) -> tuple[DecodingConfig, ...]:
     """FLy, if its window fits into a block or may cross its end; else nothing."""
     k = largest_depth(config.num_speculative_tokens)
-    fits = config.drafting.boundary == "defer" or k > config.fly.window_size
-    return (config,) if fits else ()
+    return (config,) if config.drafting.boundary == "defer" or k > config.fly.window_size else ()
 
 
 def largest_depth(num_speculative_tokens: Depth) -> int:

@@ -163,8 +163,7 @@ def table(summary: Summary, most_pairs: int) -> str:
             (name, str(one.rescues), str(one.refusals), or_dash(one.mean_regret), CLASSES[name])
             for name, one in summary.classes.items()
         ]
-        headings = ("class", "rescued", "refused", "mean regret", "")
-        lines += ["", *aligned([headings, *classes], {4})]
+        lines += ["", *aligned([("class", "rescued", "refused", "mean regret", ""), *classes], {4})]
     if summary.pairs:
         heading = ("draft kept", "target's choice", "times", "mean regret", "p draft", "p choice")
         rows: list[tuple[str, ...]] = [(*heading, "class")]

@@ -41,8 +41,7 @@ class NewEntries:
 
     def padded(self, time: int) -> NewEntries:
         """A copy with zeros for further tokens, so that branches of all widths return one shape."""
-        missing = time - self.keys.shape[3]
-        pad = ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0))
+        pad = ((0, 0), (0, 0), (0, 0), (0, time - self.keys.shape[3]), (0, 0))
         return NewEntries(jnp.pad(self.keys, pad), jnp.pad(self.values, pad))
 
 

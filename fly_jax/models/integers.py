@@ -91,8 +91,7 @@ def of_integers(
         few, inputs = integers.shape
 
         def place(block: Index, found: Array) -> Array:
-            at = block * few, block * inputs
-            return jax.lax.dynamic_update_slice(found, integers, at)
+            return jax.lax.dynamic_update_slice(found, integers, (block * few, block * inputs))
 
         # By a loop: the compiler fuses a `where` with the rounding, which it then does for each
         # place, zeros included.

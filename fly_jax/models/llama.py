@@ -247,8 +247,7 @@ class Llama(nnx.Module):
         # Else the compiler would carry over the rows of another model's cache, and gather caches.
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
-        steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = cache.length[:, None] + steps
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         return self.run_layers(tokens, positions, self._attending(cache), matmul, layers)
 
     def _is_alone(self, x: Array) -> bool:
@@ -270,8 +269,7 @@ class Llama(nnx.Module):
             window = self._window(layer, query.shape[1])
             if self._computes_alone:
                 return attend_alone(query, key, value, cache, layer, window, ahead), new
-            layout = self.layout
-            return attend_cached(query, key, value, cache, layer, layout, window, ahead), new
+            return attend_cached(query, key, value, cache, layer, self.layout, window, ahead), new
 
         return attend
 

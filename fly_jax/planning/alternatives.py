@@ -160,8 +160,7 @@ def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
 
 def _passes(spec: PlanSpec, config: LlamaConfig, left: float) -> tuple[DraftPass, ...]:
     """The layouts and types of a draft model in the bytes left of a chip, the best first."""
-    ways = itertools.product(RULES, (None, INT8))
-    found = (_pass(spec, config, *way, left) for way in ways)
+    found = (_pass(spec, config, *way, left) for way in itertools.product(RULES, (None, INT8)))
     return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))
 
 

@@ -90,8 +90,7 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     models = models_of(spec, layouts)
     abstract = [abstract_model(config, at, of.matrices) for at, config, of in models]
     eos_token_ids = spec.target.eos_token_ids
-    rounds = spec.rounds.with_static(eos_token_ids=eos_token_ids)
-    engine = spec.engine(abstract, rounds)
+    engine = spec.engine(abstract, spec.rounds.with_static(eos_token_ids=eos_token_ids))
     alone = spec.engine(abstract[:1], RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
     chunks = _chunks(spec, layouts)
     # The widest chunk, which attends to all before it, takes most memory.
@@ -323,8 +322,7 @@ def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeSt
 
     # The target's cache comes first, each drafter's before those of the levels below it, and a
     # head's features last.
-    found = jax.tree.map(put, state, is_leaf=lambda one: isinstance(one, KVCache))
-    return cast(DecodeState, found)
+    return cast(DecodeState, jax.tree.map(put, state, is_leaf=lambda one: isinstance(one, KVCache)))
 
 
 def _bytes(state: DecodeState) -> int:

@@ -221,8 +221,7 @@ def batches(documents: Sequence[Expected], recipe: Recipe, start_step: int) -> I
     numbers = itertools.count(start_step * recipe.batch_size)
     draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
     drawn = (map(one.choice, itertools.repeat(documents)) for one in draws)
-    rows = (laid_out(one, recipe.row_length) for one in drawn)
-    return stacked(rows, recipe.batch_size)
+    return stacked((laid_out(one, recipe.row_length) for one in drawn), recipe.batch_size)
 
 
 def laid_out(documents: Iterable[Expected], length: int) -> HeardRow:

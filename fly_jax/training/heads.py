@@ -268,8 +268,7 @@ def beginning(
         others = whole[unknown].mean(axis=0, keepdims=True)
         have["embedding"] = np.concatenate([whole[known], others])
         have |= {} if tied else {"unembedding": np.pad(unembedding, ((0, 1), (0, 0))).T}
-        mask = int(unknown[-1])
-        own = dataclasses.replace(own, draft_vocab_size=len(known) + 1, pard_token=mask)
+        own = dataclasses.replace(own, draft_vocab_size=len(known) + 1, pard_token=int(unknown[-1]))
         return own, Start(*jax.tree.map(jnp.asarray, (have, frozen)))
     frozen |= {"embedding": whole, "unembedding": np.ascontiguousarray(unembedding.T)}
     embed, wide = config.embed_size, config.embed_size * len(layers)

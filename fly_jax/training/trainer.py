@@ -183,8 +183,7 @@ def train(
         `PATIENCE` checkpoints were no better than one before them, and the best one is returned.
     """
     if start is None:
-        random = Llama.random(recipe.config, jax.random.key(recipe.seed))
-        start = Start(random.parameters(), {})
+        start = Start(Llama.random(recipe.config, jax.random.key(recipe.seed)).parameters(), {})
 
     def begun() -> TrainingState:
         return TrainingState(start.trained, _optimizer(recipe).init(start.trained), jnp.int32(0))

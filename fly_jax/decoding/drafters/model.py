@@ -347,8 +347,7 @@ class _Run:
         progress = dataclasses.replace(progress, cache=cache)
         if self._reader is None:
             return progress
-        below = self._reader.keep(progress.below, start, read)
-        return dataclasses.replace(progress, below=below)
+        return dataclasses.replace(progress, below=self._reader.keep(progress.below, start, read))
 
     def _pass(
         self, tokens: Tokens, cache: KVCache, width: int, proposal: Draft | None = None

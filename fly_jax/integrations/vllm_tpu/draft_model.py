@@ -39,8 +39,7 @@ class Texts:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, SPLIT)
         self._slots = RequestPlaces(num_requests)
-        empty = np.zeros((num_requests, capacity), np.int32)
-        self.tokens = jax.device_put(empty, self._everywhere)
+        self.tokens = jax.device_put(np.zeros((num_requests, capacity), np.int32), self._everywhere)
         self.begin([None] * num_requests, {})
 
     def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
@@ -246,8 +245,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return jax.shard_map(given, mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT)
 
     def _counting(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-        k = self.num_speculative_tokens
-        return self._on_each(function, num_speculative_tokens=k, **static)
+        return self._on_each(function, num_speculative_tokens=self.num_speculative_tokens, **static)
 
     def warm_up(self) -> None:
         """Compiles the programs of every size that a step of the engine may have."""

@@ -217,8 +217,7 @@ def target_tokenizer(model_config: Any) -> Tokenizer:
     """The tokenizer of the engine's target, read as fly_jax reads it."""
     revision = model_config.tokenizer_revision or model_config.revision
     name = model_config.tokenizer
-    path = resolve(name, None if os.path.isdir(name) else revision, weights=False)
-    return load_tokenizer(path)
+    return load_tokenizer(resolve(name, None if os.path.isdir(name) else revision, weights=False))
 
 
 def _check_draft(vllm_config: Any) -> None:

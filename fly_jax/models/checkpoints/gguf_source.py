@@ -313,8 +313,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Writes the file's tokenizer into a folder, in Hugging Face's files."""
     settings: dict[str, object] = {**_named(file), "add_bos_token": _begin(file) is not None}
     if file.needed("tokenizer.ggml.model") == "llama":
-        model = _sentence_piece(file).serialized_model_proto()
-        (folder / "tokenizer.model").write_bytes(model)
+        (folder / "tokenizer.model").write_bytes(_sentence_piece(file).serialized_model_proto())
         settings["cuts_at_added"] = True  # added pieces cut a text, as in llama.cpp
     else:
         _byte_level(file).save(str(folder / "tokenizer.json"))

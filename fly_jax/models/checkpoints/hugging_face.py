@@ -228,8 +228,7 @@ class HuggingFaceSource:
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file, in words."""
-        tensors = self._tensors(group, name, group.specs(self.config)[name])
-        tensor, _ = next(iter(tensors.values()))
+        tensor, _ = next(iter(self._tensors(group, name, group.specs(self.config)[name]).values()))
         return f"The tensor {tensor} in {self._stored[tensor].file}"
 
     def _tensors(

@@ -69,8 +69,7 @@ class Rule:
         """The state of rows of which the rule has seen nothing."""
         if self.budget is None:
             return RuleState()
-        budget = jnp.asarray(self.budget, jnp.float32)
-        return RuleState(jnp.broadcast_to(budget, (num_rows,)))
+        return RuleState(jnp.broadcast_to(jnp.asarray(self.budget, jnp.float32), (num_rows,)))
 
     @property
     def strict_tail(self) -> Count:
@@ -269,8 +268,7 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
                 clause = dataclasses.replace(clause, enabled=True)
             kind = str(jax.tree.structure(clause))
             # A rule may have several alternatives of one kind.
-            number = sum(kind == other for other, _ in clauses)
-            clauses[kind, number] = clause
+            clauses[kind, sum(kind == other for other, _ in clauses)] = clause
         owned.append(clauses)
     # In an order that does not depend on the order of rows.
     alternatives = []

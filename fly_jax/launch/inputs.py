@@ -184,8 +184,7 @@ def encode_prompts(
     tokens: list[CheckedPrompt] = []
     for prompt in prompts:
         try:
-            asked = [{"role": "user", "content": prompt.text}] if chats else []
-            messages = prompt.messages or asked
+            messages = prompt.messages or [{"role": "user", "content": prompt.text}] * chats
             if values.system is not None and messages:
                 if messages[0]["role"] == "system":
                     raise FlyJaxError(
@@ -275,10 +274,8 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
             _check_text(one.text, source)
             found.append(one)
         except UnicodeDecodeError as error:
-            said = (
-                f"{source}: byte {error.start + 1} is not valid UTF-8; save the file as UTF-8, or "
-            )
-            _refuse(FlyJaxError(f"{said}give --skip_bad_prompts."), skip=skip_bad)
+            said = f"{source}: byte {error.start + 1} is not valid UTF-8; save the file as UTF-8, "
+            _refuse(FlyJaxError(f"{said}or give --skip_bad_prompts."), skip=skip_bad)
         except FlyJaxError as error:
             _refuse(error, skip=skip_bad)
     if not found:

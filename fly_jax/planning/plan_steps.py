@@ -103,7 +103,11 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     parameters = sum(parameter_bytes(*matrices_of(model)) for model in models)
     shared = parameters - sum(held_bytes(*matrices_of(model)) for model in models)
     compiles = functools.partial(_compiled, spec, layouts)
-    times, beside = sum(chunks.values()), _bytes(state) - shared
+    held = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    times, beside = sum(chunks.values()), held - shared
     traced = engine.trace_prefill(rows, chunk)
     prefill = compiles("prefill", traced, caches, times=times, beside=beside)
     yield prefill
@@ -323,13 +327,6 @@ def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeSt
     # The target's cache comes first, each drafter's before those of the levels below it, and a
     # head's features last.
     return cast(DecodeState, jax.tree.map(put, state, is_leaf=lambda one: isinstance(one, KVCache)))
-
-
-def _bytes(state: DecodeState) -> int:
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
 
 
 def _trace_draft(engine: Engine, state: DecodeState) -> Traced:

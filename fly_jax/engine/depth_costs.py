@@ -191,6 +191,8 @@ class DepthCosts:
             return _only(self.num_speculative_tokens, self.depths)
         # Fewer draft tokens take no longer, whatever has been timed.
         known = np.minimum.accumulate(known[::-1])[::-1]
+        if self._copies:  # a lookup is to promise so much more than no draft, as a draft is
+            known = known * np.where(self.depths, 1, 1 - _LEAST_GAIN)
         behind = np.full(len(self.depths), self._pass_seconds[program])
         drafting: np.ndarray = np.zeros(len(self.depths))
         if not self._rated:

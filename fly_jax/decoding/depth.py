@@ -34,11 +34,11 @@ class AcceptanceStats:
 
     Of a draft that has rates of its own those count, and the seconds.
 
-    The counts fade from round to round, with a draft or without. Costs, by depth, are the seconds
-    of the target's pass; the share of the expected draft tokens that the drafter gives; the seconds
-    of a pass in which a draft model takes in what it lacks, or where K is chosen behind the draft,
-    of any pass of the drafter; else of all its passes; and the share that a lookup gives which
-    drafts in its place. They are empty where K is fixed.
+    The counts fade from round to round, with a draft or without. The costs of each depth are: the
+    seconds of the target's pass; the share of the expected draft tokens that the drafter gives; the
+    seconds of a pass in which it takes in what it lacks, or where K is chosen behind its draft, of
+    any of its passes; where K is chosen before, the seconds of its draft; and the share that a
+    lookup in its place gives. They are empty where K is fixed.
     """
 
     matched: RowFloats  # draft tokens that the lossless rule took
